@@ -1,0 +1,589 @@
+"""Model configurations: frozen values, and their Hugging Face `config.json` form.
+
+No torch here. `parse_config` reads the dictionary of a `config.json`, `to_hf` writes it back with
+every key that the other implementations of the architecture expect. A field that would change the
+computation and is not supported is refused by name; nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from yocolm.errors import ConfigError
+
+TokenIds = int | tuple[int, ...] | None
+
+# Written by transformers into every config.json, or read by training code only.
+_HARMLESS = frozenset(
+    """
+    architectures auto_map transformers_version torch_dtype dtype use_cache return_dict
+    output_attentions output_hidden_states attn_implementation tokenizer_class name_or_path
+    problem_type id2label label2id task_specific_params finetuning_task decoder_start_token_id
+    sep_token_id chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
+    tie_encoder_decoder pruned_heads torchscript use_bfloat16 tf_legacy_loss prefix
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    attention_dropout pretraining_tp is_llama_config use_parallel_residual gradient_checkpointing
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, pairing of the dimensions and spacing of the frequencies.
+
+    `inclusive` spaces the exponents over [0, 1] with both ends (the YOCO authors' code, "yoco" in
+    Hugging Face files); otherwise they are the usual `theta ** -(2 i / d)` ("fla", Llama).
+    """
+
+    theta: float
+    interleaved: bool
+    inclusive: bool
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.theta, (int, float)) and math.isfinite(self.theta)):
+            raise ConfigError(f"rope theta is {self.theta!r}; it must be a finite number")
+        if self.theta <= 0:
+            raise ConfigError(f"rope theta is {self.theta}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class RetentionConfig:
+    """Gated retention, the recurrent token mixer of a self-decoder layer."""
+
+    num_heads: int
+    head_dim: int
+    rope: RopeConfig
+    gate_logit_normalizer: float = 16.0
+
+    def __post_init__(self) -> None:
+        _positive("retention", num_heads=self.num_heads, head_dim=self.head_dim)
+        _even_head_dim("retention", self.head_dim)
+        if not self.rope.interleaved:
+            raise ConfigError(
+                "retention RoPE is not interleaved; the architecture rotates neighbouring pairs"
+            )
+        if not self.gate_logit_normalizer > 0:
+            raise ConfigError(
+                f"gate_logit_normalizer is {self.gate_logit_normalizer}; it must be above 0"
+            )
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Sliding-window attention: a token sees itself and the `window - 1` before it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("sliding window", num_heads=self.num_heads, head_dim=self.head_dim)
+        _positive("sliding window", num_kv_heads=self.num_kv_heads, window_size=self.window)
+        _even_head_dim("sliding window", self.head_dim)
+        _grouped("sliding window", self.num_heads, self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class CrossConfig:
+    """Cross-decoder attention over the shared KV; `qk_norm` normalises the queries only."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("cross-decoder", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        _even_head_dim("cross-decoder", self.head_dim)
+        _grouped("cross-decoder", self.num_heads, self.num_kv_heads)
+        if not self.rope.interleaved:
+            raise ConfigError(
+                "cross-decoder RoPE is not interleaved; the architecture rotates neighbouring pairs"
+            )
+
+
+@dataclass(frozen=True)
+class YocoConfig:
+    """A decoder-decoder: `num_self_layers` mixers, one shared KV, then cross-attention layers."""
+
+    model_type: ClassVar[str] = "yoco"
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_self_layers: int
+    mixer: RetentionConfig | WindowConfig
+    cross: CrossConfig
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: TokenIds = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_trunk(self)
+        if not 1 <= self.num_self_layers < self.num_layers:
+            raise ConfigError(
+                f"num_self_decoder_layers is {self.num_self_layers} of {self.num_layers} layers; "
+                "both decoders need at least one layer"
+            )
+        for half in (self.mixer, self.cross):
+            if half.num_heads * half.head_dim != self.hidden_size:
+                raise ConfigError(
+                    f"{half.num_heads} heads of {half.head_dim} do not make "
+                    f"hidden_size {self.hidden_size}"
+                )
+
+    @property
+    def num_cross_layers(self) -> int:
+        return self.num_layers - self.num_self_layers
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor on the token embeddings before the first layer."""
+        return math.sqrt(self.hidden_size)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> YocoConfig:
+        """Reads flash-linear-attention's YOCO fields (absent ones take its defaults).
+
+        Raises ConfigError for `gated_deltanet`, `attnres_block_size` and whatever else would
+        change the computation.
+        """
+        fields = _Fields("yoco", data)
+        fields.refuse_set("attnres_block_size", "residual attention is not supported yet")
+        fields.refuse_set("rope_scaling", "scaled RoPE is not supported")
+        fields.refuse_set("quantization_config", "quantised weights are not supported")
+        fields.expect("hidden_act", "swish", ("swish", "silu"))
+        fields.skip("hidden_ratio", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "use_l2warp")
+        hidden = fields.integer("hidden_size", 2048)
+        config = cls(
+            vocab_size=fields.integer("vocab_size", 32000),
+            hidden_size=hidden,
+            intermediate_size=_fla_intermediate(
+                fields.take("intermediate_size", None), data.get("hidden_ratio"), hidden
+            ),
+            num_layers=fields.integer("num_hidden_layers", 21),
+            num_self_layers=fields.integer("num_self_decoder_layers", 10),
+            mixer=_mixer_from_hf(fields.take("self_decoder_attn", None), hidden),
+            cross=_cross_from_hf(fields.take("cross_decoder_attn", None), hidden),
+            norm_eps=fields.number("norm_eps", 1e-6),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            initializer_range=fields.number("initializer_range", 0.02),
+            bos_token_id=_token_id(fields.take("bos_token_id", 1)),
+            eos_token_id=_token_ids(fields.take("eos_token_id", 2)),
+            pad_token_id=_token_id(fields.take("pad_token_id", None)),
+        )
+        fields.finish()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` dictionary, with every key of flash-linear-attention's YOCOConfig."""
+        cross = self.cross
+        return {
+            "architectures": ["YOCOForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "hidden_ratio": 4,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "swish",
+            "num_hidden_layers": self.num_layers,
+            "num_self_decoder_layers": self.num_self_layers,
+            "self_decoder_attn": _mixer_to_hf(self.mixer),
+            "cross_decoder_attn": {
+                "num_heads": cross.num_heads,
+                "num_kv_heads": cross.num_kv_heads,
+                "qkv_bias": cross.qkv_bias,
+                "qk_norm": cross.qk_norm,
+                "rope_theta": cross.rope.theta,
+                "rope_inv_freq": _inv_freq_name(cross.rope),
+            },
+            "max_position_embeddings": self.max_position_embeddings,
+            "norm_eps": self.norm_eps,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attnres_block_size": None,
+            "fuse_norm": True,
+            "fuse_swiglu": True,
+            "fuse_cross_entropy": True,
+            "use_l2warp": False,
+            "use_cache": True,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _ids_to_hf(self.eos_token_id),
+            "pad_token_id": self.pad_token_id,
+        }
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The plain Transformer: every layer owns its KV (transformers' LlamaForCausalLM)."""
+
+    model_type: ClassVar[str] = "llama"
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: TokenIds = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_trunk(self)
+        _positive("llama", num_attention_heads=self.num_heads, head_dim=self.head_dim)
+        _positive("llama", num_key_value_heads=self.num_kv_heads)
+        _even_head_dim("llama", self.head_dim)
+        _grouped("llama", self.num_heads, self.num_kv_heads)
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor on the token embeddings before the first layer."""
+        return 1.0
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> LlamaConfig:
+        """Reads transformers' LlamaConfig, with `rope_theta` or `rope_parameters`.
+
+        Raises ConfigError for RoPE scaling and whatever else would change the computation.
+        """
+        fields = _Fields("llama", data)
+        fields.refuse_set("quantization_config", "quantised weights are not supported")
+        fields.expect("hidden_act", "silu", ("silu", "swish"))
+        hidden = fields.integer("hidden_size", 4096)
+        heads = fields.integer("num_attention_heads", 32)
+        head_dim = fields.take("head_dim", None)
+        if head_dim is None:
+            head_dim = _head_dim("llama", hidden, heads)
+        kv_heads = fields.take("num_key_value_heads", None)
+        rope = RopeConfig(_llama_rope_theta(fields), interleaved=False, inclusive=False)
+        config = cls(
+            vocab_size=fields.integer("vocab_size", 32000),
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size", 11008),
+            num_layers=fields.integer("num_hidden_layers", 32),
+            num_heads=heads,
+            num_kv_heads=heads if kv_heads is None else _integer("num_key_value_heads", kv_heads),
+            head_dim=_integer("head_dim", head_dim),
+            rope=rope,
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            attention_bias=fields.boolean("attention_bias", False),
+            mlp_bias=fields.boolean("mlp_bias", False),
+            initializer_range=fields.number("initializer_range", 0.02),
+            bos_token_id=_token_id(fields.take("bos_token_id", 1)),
+            eos_token_id=_token_ids(fields.take("eos_token_id", 2)),
+            pad_token_id=_token_id(fields.take("pad_token_id", None)),
+        )
+        fields.finish()
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` dictionary, readable by transformers 4 (`rope_theta`) and 5."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rope_theta": self.rope.theta,
+            "rope_parameters": {"rope_theta": self.rope.theta, "rope_type": "default"},
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.norm_eps,
+            "attention_bias": self.attention_bias,
+            "attention_dropout": 0.0,
+            "mlp_bias": self.mlp_bias,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "use_cache": True,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _ids_to_hf(self.eos_token_id),
+            "pad_token_id": self.pad_token_id,
+        }
+
+
+ModelConfig = YocoConfig | LlamaConfig
+
+_FAMILIES: dict[str, type[YocoConfig] | type[LlamaConfig]] = {
+    YocoConfig.model_type: YocoConfig,
+    LlamaConfig.model_type: LlamaConfig,
+}
+
+
+def parse_config(data: Mapping[str, Any]) -> ModelConfig:
+    """Builds the configuration that a `config.json` dictionary describes.
+
+    Raises ConfigError naming an unknown `model_type` together with the known ones.
+    """
+    name = data.get("model_type")
+    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise ConfigError(
+            f"model_type {name!r} in config.json is not supported; known model types: {known}"
+        )
+    return family.from_hf(data)
+
+
+class _Fields:
+    """Takes fields out of a dictionary and, at the end, refuses those nobody asked for."""
+
+    def __init__(self, owner: str, data: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._data = dict(data)
+        self._taken: set[str] = {"model_type"}
+
+    def take(self, name: str, default: Any) -> Any:
+        self._taken.add(name)
+        return self._data.get(name, default)
+
+    def skip(self, *names: str) -> None:
+        self._taken.update(names)
+
+    def integer(self, name: str, default: int) -> int:
+        return _integer(name, self.take(name, default))
+
+    def number(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{self._owner}: {name} is {value!r}; it must be a number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self._owner}: {name} is {value!r}; it must be true or false")
+        return value
+
+    def expect(self, name: str, default: str, allowed: tuple[str, ...]) -> None:
+        value = self.take(name, default)
+        if value not in allowed:
+            raise ConfigError(
+                f"{self._owner}: {name} {value!r} is not supported; allowed: {', '.join(allowed)}"
+            )
+
+    def refuse_set(self, name: str, why: str) -> None:
+        value = self.take(name, None)
+        if value is not None:
+            raise ConfigError(f"{self._owner}: {name} is {value!r}; {why}; only null is accepted")
+
+    def finish(self) -> None:
+        unknown = {
+            name: value
+            for name, value in self._data.items()
+            if name not in self._taken and name not in _HARMLESS and not name.startswith("_")
+        }
+        # A feature that is switched off computes what we compute without it.
+        active = sorted(name for name, value in unknown.items() if value not in (None, False, {}))
+        if active:
+            raise ConfigError(
+                f"{self._owner}: unknown field {', '.join(active)} in the configuration could "
+                "change what the model computes; remove it if it is only a note"
+            )
+
+
+def _mixer_from_hf(value: Any, hidden: int) -> RetentionConfig | WindowConfig:
+    fields = _Fields("self_decoder_attn", _mapping("self_decoder_attn", value))
+    kind = fields.take("type", "gated_deltanet")
+    if kind not in ("gated_retention", "swa"):
+        raise ConfigError(
+            f"self_decoder_attn type {kind!r} is not supported; known types: gated_retention, swa"
+        )
+    heads = fields.integer("num_heads", 6)
+    head_dim = _head_dim("self_decoder_attn", hidden, heads)
+    theta = fields.number("rope_theta", 10000.0)
+    inclusive = _inclusive("self_decoder_attn", fields.take("rope_inv_freq", "fla"))
+    kv_heads, bias = fields.integer("num_v_heads", heads), fields.boolean("qkv_bias", False)
+    window, interleaved = fields.take("window_size", None), fields.take("rope_interleaved", None)
+    normalizer = fields.number("gate_logit_normalizer", 16.0)
+    # These belong to gated_deltanet and to its kernels; the other two mixers do not read them.
+    fields.skip("mode", "use_gate", "expand_v", "use_short_conv", "allow_neg_eigval")
+    fields.skip("conv_size", "head_dim")
+    fields.finish()
+    if kind == "gated_retention":
+        rope = RopeConfig(theta, interleaved=True, inclusive=inclusive)
+        return RetentionConfig(heads, head_dim, rope, normalizer)
+    if window is None:
+        raise ConfigError("self_decoder_attn type 'swa' needs window_size, which is not set")
+    # flash-linear-attention's swa always rotates halves with the usual frequencies, whatever
+    # rope_inv_freq says; our own key rope_interleaved marks a layer that follows rope_inv_freq.
+    if interleaved is None:
+        rope = RopeConfig(theta, interleaved=False, inclusive=False)
+    else:
+        rope = RopeConfig(theta, interleaved=bool(interleaved), inclusive=inclusive)
+    return WindowConfig(heads, kv_heads, head_dim, _integer("window_size", window), rope, bias)
+
+
+def _mixer_to_hf(mixer: RetentionConfig | WindowConfig) -> dict[str, Any]:
+    retention = isinstance(mixer, RetentionConfig)
+    fields: dict[str, Any] = {
+        "type": "gated_retention" if retention else "swa",
+        "mode": "chunk",
+        "num_heads": mixer.num_heads,
+        "num_v_heads": mixer.num_heads if retention else mixer.num_kv_heads,
+        "window_size": None if retention else mixer.window,
+        "qkv_bias": False if retention else mixer.qkv_bias,
+        "rope_theta": mixer.rope.theta,
+        "rope_inv_freq": _inv_freq_name(mixer.rope),
+        "gate_logit_normalizer": mixer.gate_logit_normalizer if retention else 16.0,
+        # Read by gated_deltanet only; kept so that the file is complete for its other readers.
+        "use_gate": True,
+        "expand_v": 2.0,
+        "use_short_conv": True,
+        "allow_neg_eigval": False,
+        "conv_size": 4,
+        "head_dim": 256,
+    }
+    if not retention and (mixer.rope.interleaved or mixer.rope.inclusive):
+        fields["rope_interleaved"] = mixer.rope.interleaved
+    return fields
+
+
+def _cross_from_hf(value: Any, hidden: int) -> CrossConfig:
+    fields = _Fields("cross_decoder_attn", _mapping("cross_decoder_attn", value))
+    heads = fields.integer("num_heads", 32)
+    config = CrossConfig(
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_kv_heads", heads),
+        head_dim=_head_dim("cross_decoder_attn", hidden, heads),
+        rope=RopeConfig(
+            fields.number("rope_theta", 10000.0),
+            interleaved=True,
+            inclusive=_inclusive("cross_decoder_attn", fields.take("rope_inv_freq", "fla")),
+        ),
+        qkv_bias=fields.boolean("qkv_bias", False),
+        qk_norm=fields.boolean("qk_norm", False),
+    )
+    fields.finish()
+    return config
+
+
+def _llama_rope_theta(fields: _Fields) -> float:
+    theta = fields.take("rope_theta", None)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.take(name, None)
+        if rope is None:
+            continue
+        inner = _Fields(name, _mapping(name, rope))
+        kind = inner.take("rope_type", inner.take("type", "default"))
+        if kind != "default":
+            raise ConfigError(
+                f"llama: {name} of type {kind!r} is not supported; only 'default' (no scaling) is"
+            )
+        theta = inner.take("rope_theta", theta)
+        inner.finish()
+    return float(10000.0 if theta is None else theta)
+
+
+def _fla_intermediate(size: Any, ratio: Any, hidden: int) -> int:
+    if size is not None:
+        return _integer("intermediate_size", size)
+    # Rounded up to a multiple of 256, as the reference implementation does.
+    return 256 * math.ceil(int(hidden * (4 if ratio is None else ratio) * 2 / 3) / 256)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; it must be a dictionary")
+    return value
+
+
+def _inclusive(owner: str, name: Any) -> bool:
+    if name not in ("fla", "yoco"):
+        raise ConfigError(f"{owner}: rope_inv_freq {name!r} is not supported; allowed: fla, yoco")
+    return name == "yoco"
+
+
+def _inv_freq_name(rope: RopeConfig) -> str:
+    return "yoco" if rope.inclusive else "fla"
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+    return value
+
+
+def _token_id(value: Any) -> int | None:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return None if value is None else _integer("a token id", value)
+
+
+def _token_ids(value: Any) -> TokenIds:
+    if isinstance(value, (list, tuple)):
+        return tuple(_integer("eos_token_id", item) for item in value)
+    return _token_id(value)
+
+
+def _ids_to_hf(ids: TokenIds) -> int | list[int] | None:
+    return list(ids) if isinstance(ids, tuple) else ids
+
+
+def _head_dim(owner: str, hidden: int, heads: int) -> int:
+    if heads < 1 or hidden % heads:
+        raise ConfigError(f"{owner}: {heads} heads do not divide hidden_size {hidden}")
+    return hidden // heads
+
+
+def _positive(owner: str, **values: int) -> None:
+    for name, value in values.items():
+        if _integer(name, value) < 1:
+            raise ConfigError(f"{owner}: {name} is {value}; it must be at least 1")
+
+
+def _even_head_dim(owner: str, head_dim: int) -> None:
+    if head_dim % 2:
+        raise ConfigError(f"{owner}: head_dim is {head_dim}; RoPE needs an even one")
+
+
+def _grouped(owner: str, heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ConfigError(f"{owner}: {kv_heads} KV heads do not divide {heads} query heads")
+
+
+def _check_trunk(config: YocoConfig | LlamaConfig) -> None:
+    _positive(
+        config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+    if not config.norm_eps >= 0:
+        raise ConfigError(f"norm_eps is {config.norm_eps}; it must not be negative")

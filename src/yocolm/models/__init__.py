@@ -1,0 +1,1 @@
+"""Model families, and everything between them and the files they come from."""
