@@ -1,0 +1,1 @@
+"""The engine: continuous batching with fast prefill. Import its modules directly."""

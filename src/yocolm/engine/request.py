@@ -1,0 +1,151 @@
+"""What the scheduler moves about: requests, and the sequences that answer them.
+
+A request asks for ``n`` samples of one prompt; each sample is a Sequence. The first sequence
+computes (and scores) the prompt; the others are forked from it when it draws its first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from yocolm.engine.outputs import FinishReason
+from yocolm.engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()  # owns tokens only: new, preempted, or forked without room
+    RUNNING = auto()  # owns a slot and pages as well
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Request:
+    """One user request. ``number`` is its place in the order of arrival, given by the scheduler."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float = 0.0
+    eos_token_ids: frozenset[int] = frozenset()
+    prompt: str | None = None
+    number: int = -1
+    first_scheduled: float | None = None
+    error: str | None = None
+    sequences: list[Sequence] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, index=0, scored_until=self.scored_rows.start)]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def scored_rows(self) -> range:
+        """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1."""
+        end = self.num_prompt - 1
+        if self.params.prompt_logprobs is None:
+            return range(end, end)
+        return range(min(max(self.params.prompt_logprobs_start, 1) - 1, end), end)
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finished for seq in self.sequences)
+
+    def max_length(self, max_model_len: int) -> int:
+        """The length, prompt included, at which its sequences end."""
+        if self.params.max_tokens is None:
+            return max_model_len
+        return min(self.num_prompt + self.params.max_tokens, max_model_len)
+
+    def max_computed(self, max_model_len: int) -> int:
+        """The most tokens a sequence ever computes: the last token drawn is never computed."""
+        return max(self.num_prompt, self.max_length(max_model_len) - 1)
+
+    def fork(self) -> list[Sequence]:
+        """Create the sequences that the request still lacks of its ``n``.
+
+        That is when the first one draws its first token, having computed the whole prompt.
+        """
+        indices = range(len(self.sequences), self.params.n)
+        siblings = [Sequence(self, index, scored_until=self.scored_rows.stop) for index in indices]
+        self.sequences += siblings
+        return siblings
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample: the request's prompt, shared with its siblings, and its own output.
+
+    ``num_computed`` tokens have their state written, in ``slot`` and in ``pages``; prompt rows
+    before ``scored_until`` are delivered (or not wanted), and stay so through a preemption.
+    """
+
+    request: Request = field(repr=False)
+    index: int
+    scored_until: int
+    output_token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the queue: first come first served, samples of a request by index."""
+        return self.request.number, self.index
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output (a new list: on a hot path take ``tokens`` of what is needed)."""
+        return self.request.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of prompt and output: all to be computed before the next token is drawn."""
+        return self.request.num_prompt + len(self.output_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all is computed but the token drawn last."""
+        return self.num_output > 0 and self.num_computed == self.num_tokens - 1
+
+    @property
+    def samples_n(self) -> int:
+        """How many tokens its last row draws: the first draw is for all samples of the request."""
+        if self.request.params.max_tokens == 0:
+            return 0
+        return 1 if self.output_token_ids else self.request.params.n
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """The token ids at positions ``start .. stop - 1``."""
+        first, last = (max(p - self.request.num_prompt, 0) for p in (start, stop))
+        return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
+
+    def append(self, token_id: int, logprob: float) -> None:
+        self.output_token_ids.append(token_id)
+        self.cumulative_logprob += logprob
+
+    def ending(self, max_model_len: int) -> tuple[FinishReason, int | None] | None:
+        """The finish and stop reasons if the last token ends the sequence (stop strings aside)."""
+        params, token_id = self.request.params, self.output_token_ids[-1]
+        if self.num_output >= params.min_tokens:
+            if token_id in self.request.eos_token_ids and not params.ignore_eos:
+                return "stop", None
+            if token_id in (params.stop_token_ids or ()):
+                return "stop", token_id
+        if self.num_tokens >= self.request.max_length(max_model_len):
+            return "length", None
+        return None
