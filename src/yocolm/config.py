@@ -504,7 +504,10 @@ def _llama_rope_theta(fields: _Fields) -> float:
             )
         theta = inner.take("rope_theta", theta)
         inner.finish()
-    return float(10000.0 if theta is None else theta)
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise ConfigError(f"llama: rope_theta is {theta!r}; it must be a number")
+    return float(theta)
 
 
 def _fla_intermediate(size: Any, ratio: Any, hidden: int) -> int:

@@ -1,0 +1,227 @@
+"""From the name of a model to the model: a folder, `bundled`, `random:PRESET` or a hub id."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from yocolm.config import ModelConfig, YocoConfig, parse_config
+from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
+from yocolm.files import read_json
+from yocolm.models.authors import (
+    CHECKPOINT_FILE,
+    PARAMS_FILE,
+    is_authors_folder,
+    load_authors_config,
+    load_authors_tokenizer,
+    load_authors_weights,
+)
+from yocolm.models.llama import Llama
+from yocolm.models.presets import PRESETS, preset
+from yocolm.models.weights import load_weights
+from yocolm.models.yoco import Yoco
+from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+CONFIG_FILE = "config.json"
+_RANDOM = "random:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: a folder in native or authors' form, or a configuration alone."""
+
+    name: str
+    kind: Literal["native", "authors", "random"]
+    folder: Path | None = None
+    random_config: ModelConfig | None = None
+
+
+def resolve(model: str | Path) -> ModelSource:
+    """Finds the model that a name means; downloads it if it is a hub id.
+
+    Raises CheckpointError saying what was tried, ConfigError for an unknown preset.
+    """
+    name = str(model)
+    if name == "bundled":
+        return _folder_source(name, BUNDLED)
+    if name.lower().startswith(_RANDOM):
+        return ModelSource(name, "random", random_config=_random_config(name[len(_RANDOM) :]))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _folder_source(name, folder)
+    if _HUB_ID.fullmatch(name) and not folder.exists():
+        return _folder_source(name, _download(name))
+    raise CheckpointError(
+        f"model {name!r} is neither a folder nor a Hugging Face id (OWNER/NAME); "
+        f"'bundled' and 'random:PRESET' work too, with PRESET one of {', '.join(PRESETS)}"
+    )
+
+
+def load_config(model: str | Path | ModelSource) -> ModelConfig:
+    """The configuration of a model."""
+    source = _source(model)
+    if source.random_config is not None:
+        return source.random_config
+    folder = _folder(source)
+    if source.kind == "authors":
+        return load_authors_config(folder)
+    return parse_config(read_json(folder / CONFIG_FILE))
+
+
+def build_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    """The module of a configuration, allocated on `device` but not initialised."""
+    with torch.device("meta"):
+        model = Yoco(config) if isinstance(config, YocoConfig) else Llama(config)
+    return model.to(dtype).to_empty(device=device)
+
+
+def load_model(
+    model: str | Path | ModelSource,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[nn.Module, ModelConfig]:
+    """The module with its weights, in evaluation mode, and its configuration.
+
+    Args:
+        dtype: a torch dtype, its name, or "auto" for the one that the files were saved in.
+        seed: of the random weights of `random:PRESET`; no other model uses it.
+    """
+    source = _source(model)
+    config = load_config(source)
+    dtype = parse_dtype(dtype, source)
+    module = build_model(config, device, dtype)
+    if source.random_config is not None:
+        init = module.init_weights
+        assert callable(init)
+        init(seed)
+    elif source.kind == "authors":
+        assert isinstance(config, YocoConfig)
+        load_authors_weights(module, _folder(source), config)
+    else:
+        load_weights(module, _folder(source), config, dtype, device)
+    return module.eval(), config
+
+
+def load_tokenizer(model: str | Path | ModelSource) -> Tokenizer | None:
+    """The tokenizer of a model, or None if it has none (random weights, token-id models).
+
+    Raises CheckpointError if it has more tokens than the model has embeddings.
+    """
+    source = _source(model)
+    if source.folder is None:
+        return None
+    config = load_config(source)
+    if (source.folder / TOKENIZER_FILE).exists():
+        fields = {**config.to_hf(), **load_generation_config(source)}
+        tokenizer: Tokenizer | None = JsonTokenizer.from_folder(source.folder, fields)
+    elif isinstance(config, YocoConfig) and source.kind == "authors":
+        tokenizer = load_authors_tokenizer(source.folder, config)
+    else:
+        tokenizer = None
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer in {source.folder} has {tokenizer.vocab_size} tokens, the model only "
+            f"{config.vocab_size} embeddings; they do not belong together"
+        )
+    return tokenizer
+
+
+def load_generation_config(model: str | Path | ModelSource) -> dict[str, Any]:
+    """generation_config.json, or an empty dictionary."""
+    source = _source(model)
+    path = None if source.folder is None else source.folder / "generation_config.json"
+    return read_json(path) if path is not None and path.exists() else {}
+
+
+def eos_token_ids(
+    config: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Every id that ends a text: generation_config.json's, or else the configuration's, and the
+    tokenizer's."""
+    stated = generation.get("eos_token_id", config.eos_token_id)
+    ids: list[int] = [stated] if isinstance(stated, int) else list(stated or ())
+    if tokenizer is not None:
+        ids.extend(tokenizer.eos_token_ids)
+    return tuple(dict.fromkeys(ids))
+
+
+def parse_dtype(dtype: torch.dtype | str, model: str | Path | ModelSource) -> torch.dtype:
+    """A dtype by name; "auto" is what config.json says (float32 if nothing that is supported)."""
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ConfigError(f"dtype {dtype} is not supported; allowed: {', '.join(DTYPES)}, auto")
+        return dtype
+    if dtype == "auto":
+        source = _source(model)
+        if source.kind != "native":
+            return torch.float32
+        fields = read_json(_folder(source) / CONFIG_FILE)
+        saved = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+        return DTYPES.get(saved.removeprefix("torch."), torch.float32)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}, auto")
+    return DTYPES[dtype]
+
+
+def _source(model: str | Path | ModelSource) -> ModelSource:
+    return model if isinstance(model, ModelSource) else resolve(model)
+
+
+def _folder(source: ModelSource) -> Path:
+    assert source.folder is not None
+    return source.folder
+
+
+def _folder_source(name: str, folder: Path) -> ModelSource:
+    if (folder / CONFIG_FILE).exists():
+        return ModelSource(name, "native", folder)
+    if is_authors_folder(folder):
+        return ModelSource(name, "authors", folder)
+    raise CheckpointError(f"{folder} holds neither {CONFIG_FILE} nor {PARAMS_FILE}: not a model")
+
+
+def _random_config(what: str) -> ModelConfig:
+    path = Path(what).expanduser()
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    if path.suffix == ".json":
+        return parse_config(read_json(path))
+    return preset(what)
+
+
+def _download(name: str) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model {name!r} is not a folder here, and fetching it from the Hugging Face hub needs "
+            "huggingface_hub: pip install huggingface_hub"
+        ) from error
+    wanted = ["*.json", "*.safetensors", "*.tiktoken"]
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        if not (folder / CONFIG_FILE).exists() and is_authors_folder(folder):
+            huggingface_hub.snapshot_download(name, allow_patterns=[*wanted, CHECKPOINT_FILE])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model {name!r} is not a folder here and could not be fetched from the Hugging Face "
+            f"hub: {error}. Without network, download it elsewhere and pass the folder"
+        ) from error
+    return folder

@@ -1,0 +1,291 @@
+"""What a model costs, from its configuration alone: the only memory and cost formulas there are.
+
+The allocator, the scheduler, the simulator, `yocolm info` and the benchmarks all ask here. FLOPs
+count a multiply and an add as two and matrix products only (projections, attention, retention);
+norms, activations and rotations are left out. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
+
+StoreKind = Literal["global_kv", "window_kv", "recurrent"]
+STATE_BYTES = 4  # recurrent state is float32 whatever the model's dtype
+DEFAULT_PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Store:
+    """One piece of state. `num_heads` are KV heads, or retention heads if recurrent.
+
+    `readers` is how many layers read it; `window` is 0 except for window_kv.
+    """
+
+    kind: StoreKind
+    num_heads: int
+    k_dim: int
+    v_dim: int
+    readers: int
+    window: int = 0
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes that every token of context adds: 0 unless this is a global KV."""
+        if self.kind != "global_kv":
+            return 0
+        return self.num_heads * (self.k_dim + self.v_dim) * dtype_bytes
+
+    def bytes_per_slot(self, dtype_bytes: int) -> int:
+        """Constant bytes of one running sequence: 0 for a global KV."""
+        if self.kind == "window_kv":
+            return self.window * self.num_heads * (self.k_dim + self.v_dim) * dtype_bytes
+        if self.kind == "recurrent":
+            return self.num_heads * self.k_dim * self.v_dim * STATE_BYTES
+        return 0
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One layer's token mixing, as far as its cost depends on the context."""
+
+    kind: StoreKind
+    num_heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+
+    def flops(self, context: int, chunk: int = 1) -> int:
+        """FLOPs for one token that sees `context` tokens, itself included.
+
+        `chunk` is retention's own: 1 is the recurrent form (the state is updated, then read); in
+        the chunkwise form a token also meets the whole chunk, as the masked products are dense.
+        """
+        k, v = self.k_dim, self.v_dim
+        if self.kind == "recurrent":
+            within = 2 * chunk * (k + v) if chunk > 1 else 0
+            return self.num_heads * (4 * k * v + within)
+        keys = min(context, self.window) if self.window else context
+        return self.num_heads * 2 * keys * (k + v)
+
+    def span_flops(self, start: int, stop: int, chunk: int = 1) -> int:
+        """FLOPs for the tokens at positions start..stop-1, in closed form."""
+        if self.kind == "recurrent":
+            return (stop - start) * self.flops(stop, chunk)
+        per_key = self.num_heads * 2 * (self.k_dim + self.v_dim)
+        return per_key * (_visible(stop, self.window) - _visible(start, self.window))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Stores, parameters and FLOPs of the two halves of a model.
+
+    `write_params` and `read_params` count everything in a half (projections, norms, biases);
+    `embed_params` the token embeddings; `head_params` what `logits` reads, which for `tied`
+    models are the embeddings themselves and count once in `num_params`.
+    """
+
+    stores: tuple[Store, ...]
+    write_mixers: tuple[Mixer, ...]
+    read_mixers: tuple[Mixer, ...]
+    write_params: int
+    read_params: int
+    embed_params: int
+    head_params: int
+    tied: bool
+    write_flops_per_token: int
+    read_flops_per_row: int
+    logits_flops_per_row: int
+
+    @property
+    def global_stores(self) -> tuple[Store, ...]:
+        """In store order; so are the other two."""
+        return self._of_kind("global_kv")
+
+    @property
+    def window_stores(self) -> tuple[Store, ...]:
+        return self._of_kind("window_kv")
+
+    @property
+    def recurrent_stores(self) -> tuple[Store, ...]:
+        return self._of_kind("recurrent")
+
+    @property
+    def num_params(self) -> int:
+        head = 0 if self.tied else self.head_params
+        return self.write_params + self.read_params + self.embed_params + head
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of all parameters at `dtype_bytes` each."""
+        return self.num_params * dtype_bytes
+
+    def page_bytes(self, page_size: int, dtype_bytes: int) -> int:
+        """Bytes of one page: `page_size` tokens in every global KV."""
+        return page_size * sum(store.bytes_per_token(dtype_bytes) for store in self.stores)
+
+    def slot_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of one sequence's constant-size state."""
+        return sum(store.bytes_per_slot(dtype_bytes) for store in self.stores)
+
+    def num_pages(self, num_tokens: int, page_size: int) -> int:
+        """Pages that `num_tokens` tokens occupy; none if no store grows."""
+        return math.ceil(num_tokens / page_size) if self.global_stores else 0
+
+    def bytes(self, num_tokens: int, page_size: int, dtype_bytes: int) -> int:
+        """Footprint of one running request: whole pages, and one slot."""
+        pages = self.num_pages(num_tokens, page_size)
+        return pages * self.page_bytes(page_size, dtype_bytes) + self.slot_bytes(dtype_bytes)
+
+    def write_attention_flops(self, context: int, chunk: int = 1) -> int:
+        """Token mixing of the first half for one token that sees `context` tokens."""
+        return sum(mixer.flops(context, chunk) for mixer in self.write_mixers)
+
+    def read_attention_flops(self, context: int) -> int:
+        """Attention of the second half for one row that sees `context` tokens."""
+        return sum(mixer.flops(context) for mixer in self.read_mixers)
+
+    def write_flops(self, start: int, stop: int, chunk: int = 256) -> int:
+        """The whole first half for the tokens at positions start..stop-1."""
+        mixing = sum(mixer.span_flops(start, stop, chunk) for mixer in self.write_mixers)
+        return (stop - start) * self.write_flops_per_token + mixing
+
+    def read_flops(self, contexts: Iterable[int]) -> int:
+        """The whole second half and the logits for rows that see `contexts` tokens each."""
+        per_row = self.read_flops_per_row + self.logits_flops_per_row
+        return sum(per_row + self.read_attention_flops(context) for context in contexts)
+
+    def prefill_flops(self, num_tokens: int, chunk: int = 256) -> int:
+        """A prompt that needs only its last row."""
+        return self.write_flops(0, num_tokens, chunk) + self.read_flops((num_tokens,))
+
+    def decode_flops(self, context: int) -> int:
+        """One token that sees `context` tokens, itself included, through both halves."""
+        return self.write_flops(context - 1, context, chunk=1) + self.read_flops((context,))
+
+    def _of_kind(self, kind: StoreKind) -> tuple[Store, ...]:
+        return tuple(store for store in self.stores if store.kind == kind)
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """The costs of a configuration. Stores of a kind are numbered in layer order."""
+    if isinstance(config, YocoConfig):
+        return _yoco_spec(config)
+    return _llama_spec(config)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Parameters of a part of the network: in matrices (each used once a token) and beside them."""
+
+    matrix: int = 0
+    other: int = 0
+
+    def __add__(self, more: _Block) -> _Block:
+        return _Block(self.matrix + more.matrix, self.other + more.other)
+
+    def __mul__(self, times: int) -> _Block:
+        return _Block(self.matrix * times, self.other * times)
+
+    @property
+    def params(self) -> int:
+        return self.matrix + self.other
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.matrix
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> _Block:
+    return _Block(inputs * outputs, outputs if bias else 0)
+
+
+def _norm(size: int) -> _Block:
+    return _Block(other=size)
+
+
+def _mlp(size: int, width: int, bias: bool = False) -> _Block:
+    """Norm, gate, up and down projection."""
+    return _norm(size) + _linear(size, 2 * width, bias) + _linear(width, size, bias)
+
+
+def _spec(
+    config: ModelConfig,
+    stores: tuple[Store, ...],
+    mixers: tuple[tuple[Mixer, ...], tuple[Mixer, ...]],
+    blocks: tuple[_Block, _Block],
+) -> ModelSpec:
+    vocabulary = config.vocab_size * config.hidden_size
+    write, read = blocks
+    return ModelSpec(
+        stores=stores,
+        write_mixers=mixers[0],
+        read_mixers=mixers[1],
+        write_params=write.params,
+        read_params=read.params,
+        embed_params=vocabulary,
+        head_params=vocabulary,
+        tied=config.tie_word_embeddings,
+        write_flops_per_token=write.flops,
+        read_flops_per_row=read.flops,
+        logits_flops_per_row=2 * vocabulary,
+    )
+
+
+def _yoco_spec(config: YocoConfig) -> ModelSpec:
+    size, mixer, cross = config.hidden_size, config.mixer, config.cross
+    dim = mixer.head_dim
+    if isinstance(mixer, RetentionConfig):
+        store = Store("recurrent", mixer.num_heads, dim, dim, readers=1)
+        self_mixer = Mixer("recurrent", mixer.num_heads, dim, dim)
+        attention = _linear(size, 4 * size) + _linear(size, mixer.num_heads)
+    else:
+        store = Store("window_kv", mixer.num_kv_heads, dim, dim, readers=1, window=mixer.window)
+        self_mixer = Mixer("window_kv", mixer.num_heads, dim, dim, mixer.window)
+        heads = mixer.num_heads + 2 * mixer.num_kv_heads
+        attention = _linear(size, heads * dim, mixer.qkv_bias)
+    mlp = _mlp(size, config.intermediate_size)
+    self_layer = _norm(size) + attention + _linear(size, size) + mlp
+    kv = _norm(size) + _linear(size, 2 * cross.num_kv_heads * cross.head_dim, cross.qkv_bias)
+    query = _linear(size, size, cross.qkv_bias) + _norm(cross.head_dim if cross.qk_norm else 0)
+    cross_layer = _norm(size) + query + _linear(size, size) + mlp
+
+    num_self, num_cross = config.num_self_layers, config.num_cross_layers
+    shared = Store("global_kv", cross.num_kv_heads, cross.head_dim, cross.head_dim, num_cross)
+    reader = Mixer("global_kv", cross.num_heads, cross.head_dim, cross.head_dim)
+    return _spec(
+        config,
+        stores=(store,) * num_self + (shared,),
+        mixers=((self_mixer,) * num_self, (reader,) * num_cross),
+        blocks=(self_layer * num_self + kv, cross_layer * num_cross + _norm(size)),
+    )
+
+
+def _llama_spec(config: LlamaConfig) -> ModelSpec:
+    size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+    store = Store("global_kv", config.num_kv_heads, dim, dim, readers=1)
+    mixer = Mixer("global_kv", config.num_heads, dim, dim)
+    kv = _norm(size) + _linear(size, 2 * config.num_kv_heads * dim, bias)
+    rest = (
+        _linear(size, config.num_heads * dim, bias)
+        + _linear(config.num_heads * dim, size, bias)
+        + _mlp(size, config.intermediate_size, config.mlp_bias)
+    )
+    # Rows are selected at the last write: of the last layer only its K and V are for every token.
+    # Its attention norm is computed in both halves but exists once, in the first.
+    full = config.num_layers - 1
+    return _spec(
+        config,
+        stores=(store,) * config.num_layers,
+        mixers=((mixer,) * full, (mixer,)),
+        blocks=((kv + rest) * full + kv, rest + _norm(size)),
+    )
+
+
+def _visible(tokens: int, window: int) -> int:
+    """Sum over positions 0..tokens-1 of the tokens each one sees."""
+    if not window or tokens <= window:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window
