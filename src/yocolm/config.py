@@ -13,24 +13,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from yocolm.errors import ConfigError
-
-TokenIds = int | tuple[int, ...] | None
-
-# Written by transformers into every config.json, or read by training code only.
-_HARMLESS = frozenset(
-    """
-    architectures auto_map transformers_version torch_dtype dtype use_cache return_dict
-    output_attentions output_hidden_states attn_implementation tokenizer_class name_or_path
-    problem_type id2label label2id task_specific_params finetuning_task decoder_start_token_id
-    sep_token_id chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
-    tie_encoder_decoder pruned_heads torchscript use_bfloat16 tf_legacy_loss prefix
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
-    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    attention_dropout pretraining_tp is_llama_config use_parallel_residual gradient_checkpointing
-    """.split()
+from yocolm.fields import (
+    Fields,
+    TokenIds,
+    check_even,
+    check_grouped,
+    check_positive,
+    parse_integer,
+    parse_mapping,
+    parse_token_id,
+    parse_token_ids,
+    split_heads,
 )
 
 
@@ -63,8 +56,8 @@ class RetentionConfig:
     gate_logit_normalizer: float = 16.0
 
     def __post_init__(self) -> None:
-        _positive("retention", num_heads=self.num_heads, head_dim=self.head_dim)
-        _even_head_dim("retention", self.head_dim)
+        check_positive("retention", num_heads=self.num_heads, head_dim=self.head_dim)
+        check_even("retention", self.head_dim)
         if not self.rope.interleaved:
             raise ConfigError(
                 "retention RoPE is not interleaved; the architecture rotates neighbouring pairs"
@@ -87,10 +80,10 @@ class WindowConfig:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive("sliding window", num_heads=self.num_heads, head_dim=self.head_dim)
-        _positive("sliding window", num_kv_heads=self.num_kv_heads, window_size=self.window)
-        _even_head_dim("sliding window", self.head_dim)
-        _grouped("sliding window", self.num_heads, self.num_kv_heads)
+        check_positive("sliding window", num_heads=self.num_heads, head_dim=self.head_dim)
+        check_positive("sliding window", num_kv_heads=self.num_kv_heads, window_size=self.window)
+        check_even("sliding window", self.head_dim)
+        check_grouped("sliding window", self.num_heads, self.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -105,9 +98,9 @@ class CrossConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        _positive("cross-decoder", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-        _even_head_dim("cross-decoder", self.head_dim)
-        _grouped("cross-decoder", self.num_heads, self.num_kv_heads)
+        check_positive("cross-decoder", num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        check_even("cross-decoder", self.head_dim)
+        check_grouped("cross-decoder", self.num_heads, self.num_kv_heads)
         if not self.rope.interleaved:
             raise ConfigError(
                 "cross-decoder RoPE is not interleaved; the architecture rotates neighbouring pairs"
@@ -165,7 +158,7 @@ class YocoConfig:
         Raises ConfigError for `gated_deltanet`, `attnres_block_size` and whatever else would
         change the computation.
         """
-        fields = _Fields("yoco", data)
+        fields = Fields("yoco", data)
         fields.refuse_set("attnres_block_size", "residual attention is not supported yet")
         fields.refuse_set("rope_scaling", "scaled RoPE is not supported")
         fields.refuse_set("quantization_config", "quantised weights are not supported")
@@ -186,9 +179,9 @@ class YocoConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
             initializer_range=fields.number("initializer_range", 0.02),
-            bos_token_id=_token_id(fields.take("bos_token_id", 1)),
-            eos_token_id=_token_ids(fields.take("eos_token_id", 2)),
-            pad_token_id=_token_id(fields.take("pad_token_id", None)),
+            bos_token_id=parse_token_id(fields.take("bos_token_id", 1)),
+            eos_token_id=parse_token_ids(fields.take("eos_token_id", 2)),
+            pad_token_id=parse_token_id(fields.take("pad_token_id", None)),
         )
         fields.finish()
         return config
@@ -257,10 +250,10 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         _check_trunk(self)
-        _positive("llama", num_attention_heads=self.num_heads, head_dim=self.head_dim)
-        _positive("llama", num_key_value_heads=self.num_kv_heads)
-        _even_head_dim("llama", self.head_dim)
-        _grouped("llama", self.num_heads, self.num_kv_heads)
+        check_positive("llama", num_attention_heads=self.num_heads, head_dim=self.head_dim)
+        check_positive("llama", num_key_value_heads=self.num_kv_heads)
+        check_even("llama", self.head_dim)
+        check_grouped("llama", self.num_heads, self.num_kv_heads)
 
     @property
     def embed_scale(self) -> float:
@@ -273,14 +266,14 @@ class LlamaConfig:
 
         Raises ConfigError for RoPE scaling and whatever else would change the computation.
         """
-        fields = _Fields("llama", data)
+        fields = Fields("llama", data)
         fields.refuse_set("quantization_config", "quantised weights are not supported")
         fields.expect("hidden_act", "silu", ("silu", "swish"))
         hidden = fields.integer("hidden_size", 4096)
         heads = fields.integer("num_attention_heads", 32)
         head_dim = fields.take("head_dim", None)
         if head_dim is None:
-            head_dim = _head_dim("llama", hidden, heads)
+            head_dim = split_heads("llama", hidden, heads)
         kv_heads = fields.take("num_key_value_heads", None)
         rope = RopeConfig(_llama_rope_theta(fields), interleaved=False, inclusive=False)
         config = cls(
@@ -289,8 +282,10 @@ class LlamaConfig:
             intermediate_size=fields.integer("intermediate_size", 11008),
             num_layers=fields.integer("num_hidden_layers", 32),
             num_heads=heads,
-            num_kv_heads=heads if kv_heads is None else _integer("num_key_value_heads", kv_heads),
-            head_dim=_integer("head_dim", head_dim),
+            num_kv_heads=heads
+            if kv_heads is None
+            else parse_integer("num_key_value_heads", kv_heads),
+            head_dim=parse_integer("head_dim", head_dim),
             rope=rope,
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -298,9 +293,9 @@ class LlamaConfig:
             attention_bias=fields.boolean("attention_bias", False),
             mlp_bias=fields.boolean("mlp_bias", False),
             initializer_range=fields.number("initializer_range", 0.02),
-            bos_token_id=_token_id(fields.take("bos_token_id", 1)),
-            eos_token_id=_token_ids(fields.take("eos_token_id", 2)),
-            pad_token_id=_token_id(fields.take("pad_token_id", None)),
+            bos_token_id=parse_token_id(fields.take("bos_token_id", 1)),
+            eos_token_id=parse_token_ids(fields.take("eos_token_id", 2)),
+            pad_token_id=parse_token_id(fields.take("pad_token_id", None)),
         )
         fields.finish()
         return config
@@ -357,72 +352,15 @@ def parse_config(data: Mapping[str, Any]) -> ModelConfig:
     return family.from_hf(data)
 
 
-class _Fields:
-    """Takes fields out of a dictionary and, at the end, refuses those nobody asked for."""
-
-    def __init__(self, owner: str, data: Mapping[str, Any]) -> None:
-        self._owner = owner
-        self._data = dict(data)
-        self._taken: set[str] = {"model_type"}
-
-    def take(self, name: str, default: Any) -> Any:
-        self._taken.add(name)
-        return self._data.get(name, default)
-
-    def skip(self, *names: str) -> None:
-        self._taken.update(names)
-
-    def integer(self, name: str, default: int) -> int:
-        return _integer(name, self.take(name, default))
-
-    def number(self, name: str, default: float) -> float:
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{self._owner}: {name} is {value!r}; it must be a number")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self._owner}: {name} is {value!r}; it must be true or false")
-        return value
-
-    def expect(self, name: str, default: str, allowed: tuple[str, ...]) -> None:
-        value = self.take(name, default)
-        if value not in allowed:
-            raise ConfigError(
-                f"{self._owner}: {name} {value!r} is not supported; allowed: {', '.join(allowed)}"
-            )
-
-    def refuse_set(self, name: str, why: str) -> None:
-        value = self.take(name, None)
-        if value is not None:
-            raise ConfigError(f"{self._owner}: {name} is {value!r}; {why}; only null is accepted")
-
-    def finish(self) -> None:
-        unknown = {
-            name: value
-            for name, value in self._data.items()
-            if name not in self._taken and name not in _HARMLESS and not name.startswith("_")
-        }
-        # A feature that is switched off computes what we compute without it.
-        active = sorted(name for name, value in unknown.items() if value not in (None, False, {}))
-        if active:
-            raise ConfigError(
-                f"{self._owner}: unknown field {', '.join(active)} in the configuration could "
-                "change what the model computes; remove it if it is only a note"
-            )
-
-
 def _mixer_from_hf(value: Any, hidden: int) -> RetentionConfig | WindowConfig:
-    fields = _Fields("self_decoder_attn", _mapping("self_decoder_attn", value))
+    fields = Fields("self_decoder_attn", parse_mapping("self_decoder_attn", value))
     kind = fields.take("type", "gated_deltanet")
     if kind not in ("gated_retention", "swa"):
         raise ConfigError(
             f"self_decoder_attn type {kind!r} is not supported; known types: gated_retention, swa"
         )
     heads = fields.integer("num_heads", 6)
-    head_dim = _head_dim("self_decoder_attn", hidden, heads)
+    head_dim = split_heads("self_decoder_attn", hidden, heads)
     theta = fields.number("rope_theta", 10000.0)
     inclusive = _inclusive("self_decoder_attn", fields.take("rope_inv_freq", "fla"))
     kv_heads, bias = fields.integer("num_v_heads", heads), fields.boolean("qkv_bias", False)
@@ -443,7 +381,7 @@ def _mixer_from_hf(value: Any, hidden: int) -> RetentionConfig | WindowConfig:
         rope = RopeConfig(theta, interleaved=False, inclusive=False)
     else:
         rope = RopeConfig(theta, interleaved=bool(interleaved), inclusive=inclusive)
-    return WindowConfig(heads, kv_heads, head_dim, _integer("window_size", window), rope, bias)
+    return WindowConfig(heads, kv_heads, head_dim, parse_integer("window_size", window), rope, bias)
 
 
 def _mixer_to_hf(mixer: RetentionConfig | WindowConfig) -> dict[str, Any]:
@@ -472,12 +410,12 @@ def _mixer_to_hf(mixer: RetentionConfig | WindowConfig) -> dict[str, Any]:
 
 
 def _cross_from_hf(value: Any, hidden: int) -> CrossConfig:
-    fields = _Fields("cross_decoder_attn", _mapping("cross_decoder_attn", value))
+    fields = Fields("cross_decoder_attn", parse_mapping("cross_decoder_attn", value))
     heads = fields.integer("num_heads", 32)
     config = CrossConfig(
         num_heads=heads,
         num_kv_heads=fields.integer("num_kv_heads", heads),
-        head_dim=_head_dim("cross_decoder_attn", hidden, heads),
+        head_dim=split_heads("cross_decoder_attn", hidden, heads),
         rope=RopeConfig(
             fields.number("rope_theta", 10000.0),
             interleaved=True,
@@ -490,13 +428,13 @@ def _cross_from_hf(value: Any, hidden: int) -> CrossConfig:
     return config
 
 
-def _llama_rope_theta(fields: _Fields) -> float:
+def _llama_rope_theta(fields: Fields) -> float:
     theta = fields.take("rope_theta", None)
     for name in ("rope_parameters", "rope_scaling"):
         rope = fields.take(name, None)
         if rope is None:
             continue
-        inner = _Fields(name, _mapping(name, rope))
+        inner = Fields(name, parse_mapping(name, rope))
         kind = inner.take("rope_type", inner.take("type", "default"))
         if kind != "default":
             raise ConfigError(
@@ -512,17 +450,9 @@ def _llama_rope_theta(fields: _Fields) -> float:
 
 def _fla_intermediate(size: Any, ratio: Any, hidden: int) -> int:
     if size is not None:
-        return _integer("intermediate_size", size)
+        return parse_integer("intermediate_size", size)
     # Rounded up to a multiple of 256, as the reference implementation does.
     return 256 * math.ceil(int(hidden * (4 if ratio is None else ratio) * 2 / 3) / 256)
-
-
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {value!r}; it must be a dictionary")
-    return value
 
 
 def _inclusive(owner: str, name: Any) -> bool:
@@ -535,52 +465,12 @@ def _inv_freq_name(rope: RopeConfig) -> str:
     return "yoco" if rope.inclusive else "fla"
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number")
-    return value
-
-
-def _token_id(value: Any) -> int | None:
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return None if value is None else _integer("a token id", value)
-
-
-def _token_ids(value: Any) -> TokenIds:
-    if isinstance(value, (list, tuple)):
-        return tuple(_integer("eos_token_id", item) for item in value)
-    return _token_id(value)
-
-
 def _ids_to_hf(ids: TokenIds) -> int | list[int] | None:
     return list(ids) if isinstance(ids, tuple) else ids
 
 
-def _head_dim(owner: str, hidden: int, heads: int) -> int:
-    if heads < 1 or hidden % heads:
-        raise ConfigError(f"{owner}: {heads} heads do not divide hidden_size {hidden}")
-    return hidden // heads
-
-
-def _positive(owner: str, **values: int) -> None:
-    for name, value in values.items():
-        if _integer(name, value) < 1:
-            raise ConfigError(f"{owner}: {name} is {value}; it must be at least 1")
-
-
-def _even_head_dim(owner: str, head_dim: int) -> None:
-    if head_dim % 2:
-        raise ConfigError(f"{owner}: head_dim is {head_dim}; RoPE needs an even one")
-
-
-def _grouped(owner: str, heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        raise ConfigError(f"{owner}: {kv_heads} KV heads do not divide {heads} query heads")
-
-
 def _check_trunk(config: YocoConfig | LlamaConfig) -> None:
-    _positive(
+    check_positive(
         config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
