@@ -19,8 +19,11 @@ from yocolm.fields import (
     check_even,
     check_grouped,
     check_positive,
+    default_width,
+    ids_to_json,
     parse_integer,
     parse_mapping,
+    parse_rope_theta,
     parse_token_id,
     parse_token_ids,
     split_heads,
@@ -40,10 +43,8 @@ class RopeConfig:
     inclusive: bool
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.theta, (int, float)) and math.isfinite(self.theta)):
-            raise ConfigError(f"rope theta is {self.theta!r}; it must be a finite number")
-        if self.theta <= 0:
-            raise ConfigError(f"rope theta is {self.theta}; it must be above 0")
+        if not 0 < self.theta < math.inf:
+            raise ConfigError(f"rope theta is {self.theta}; it must be finite and above 0")
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class YocoConfig:
         config = cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden,
-            intermediate_size=_fla_intermediate(
+            intermediate_size=default_width(
                 fields.take("intermediate_size", None), data.get("hidden_ratio"), hidden
             ),
             num_layers=fields.integer("num_hidden_layers", 21),
@@ -206,7 +207,7 @@ class YocoConfig:
                 "qkv_bias": cross.qkv_bias,
                 "qk_norm": cross.qk_norm,
                 "rope_theta": cross.rope.theta,
-                "rope_inv_freq": _inv_freq_name(cross.rope),
+                "rope_inv_freq": "yoco" if cross.rope.inclusive else "fla",
             },
             "max_position_embeddings": self.max_position_embeddings,
             "norm_eps": self.norm_eps,
@@ -219,7 +220,7 @@ class YocoConfig:
             "use_l2warp": False,
             "use_cache": True,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": _ids_to_hf(self.eos_token_id),
+            "eos_token_id": ids_to_json(self.eos_token_id),
             "pad_token_id": self.pad_token_id,
         }
 
@@ -275,7 +276,7 @@ class LlamaConfig:
         if head_dim is None:
             head_dim = split_heads("llama", hidden, heads)
         kv_heads = fields.take("num_key_value_heads", None)
-        rope = RopeConfig(_llama_rope_theta(fields), interleaved=False, inclusive=False)
+        rope = RopeConfig(parse_rope_theta(fields), interleaved=False, inclusive=False)
         config = cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden,
@@ -324,7 +325,7 @@ class LlamaConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "use_cache": True,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": _ids_to_hf(self.eos_token_id),
+            "eos_token_id": ids_to_json(self.eos_token_id),
             "pad_token_id": self.pad_token_id,
         }
 
@@ -394,7 +395,7 @@ def _mixer_to_hf(mixer: RetentionConfig | WindowConfig) -> dict[str, Any]:
         "window_size": None if retention else mixer.window,
         "qkv_bias": False if retention else mixer.qkv_bias,
         "rope_theta": mixer.rope.theta,
-        "rope_inv_freq": _inv_freq_name(mixer.rope),
+        "rope_inv_freq": "yoco" if mixer.rope.inclusive else "fla",
         "gate_logit_normalizer": mixer.gate_logit_normalizer if retention else 16.0,
         # Read by gated_deltanet only; kept so that the file is complete for its other readers.
         "use_gate": True,
@@ -428,45 +429,10 @@ def _cross_from_hf(value: Any, hidden: int) -> CrossConfig:
     return config
 
 
-def _llama_rope_theta(fields: Fields) -> float:
-    theta = fields.take("rope_theta", None)
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = fields.take(name, None)
-        if rope is None:
-            continue
-        inner = Fields(name, parse_mapping(name, rope))
-        kind = inner.take("rope_type", inner.take("type", "default"))
-        if kind != "default":
-            raise ConfigError(
-                f"llama: {name} of type {kind!r} is not supported; only 'default' (no scaling) is"
-            )
-        theta = inner.take("rope_theta", theta)
-        inner.finish()
-    theta = 10000.0 if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise ConfigError(f"llama: rope_theta is {theta!r}; it must be a number")
-    return float(theta)
-
-
-def _fla_intermediate(size: Any, ratio: Any, hidden: int) -> int:
-    if size is not None:
-        return parse_integer("intermediate_size", size)
-    # Rounded up to a multiple of 256, as the reference implementation does.
-    return 256 * math.ceil(int(hidden * (4 if ratio is None else ratio) * 2 / 3) / 256)
-
-
 def _inclusive(owner: str, name: Any) -> bool:
     if name not in ("fla", "yoco"):
         raise ConfigError(f"{owner}: rope_inv_freq {name!r} is not supported; allowed: fla, yoco")
     return name == "yoco"
-
-
-def _inv_freq_name(rope: RopeConfig) -> str:
-    return "yoco" if rope.inclusive else "fla"
-
-
-def _ids_to_hf(ids: TokenIds) -> int | list[int] | None:
-    return list(ids) if isinstance(ids, tuple) else ids
 
 
 def _check_trunk(config: YocoConfig | LlamaConfig) -> None:

@@ -1,14 +1,17 @@
-"""Reading the fields of a JSON configuration, and the checks that its values share.
+"""JSON files of a model folder, the reading of their fields, and checks that values share.
 
-Everything raises ConfigError naming the field, its value and what is allowed. No torch.
+Fields raise ConfigError naming the field, its value and what is allowed. No torch.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from yocolm.errors import ConfigError
+from yocolm.errors import CheckpointError, ConfigError
 
 TokenIds = int | tuple[int, ...] | None
 
@@ -28,6 +31,24 @@ HARMLESS = frozenset(
     attention_dropout pretraining_tp is_llama_config use_parallel_residual gradient_checkpointing
     """.split()
 )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError if it is absent or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(data).__name__}")
+    return data
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes an indented JSON object, ending in a newline."""
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 class Fields:
@@ -138,3 +159,35 @@ def check_even(owner: str, head_dim: int) -> None:
 def check_grouped(owner: str, heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise ConfigError(f"{owner}: {kv_heads} KV heads do not divide {heads} query heads")
+
+
+def ids_to_json(ids: TokenIds) -> int | list[int] | None:
+    return list(ids) if isinstance(ids, tuple) else ids
+
+
+def parse_rope_theta(fields: Fields) -> float:
+    """RoPE's base in either spelling of transformers; a scaling of RoPE is refused by name."""
+    theta = fields.take("rope_theta", None)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.take(name, None)
+        if rope is None:
+            continue
+        inner = Fields(name, parse_mapping(name, rope))
+        kind = inner.take("rope_type", inner.take("type", "default"))
+        if kind != "default":
+            raise ConfigError(
+                f"llama: {name} of type {kind!r} is not supported; only 'default' (no scaling) is"
+            )
+        theta = inner.take("rope_theta", theta)
+        inner.finish()
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise ConfigError(f"llama: rope_theta is {theta!r}; it must be a number")
+    return float(theta)
+
+
+def default_width(size: Any, ratio: Any, hidden: int) -> int:
+    if size is not None:
+        return parse_integer("intermediate_size", size)
+    # Rounded up to a multiple of 256, as the reference implementation does.
+    return 256 * math.ceil(int(hidden * (4 if ratio is None else ratio) * 2 / 3) / 256)

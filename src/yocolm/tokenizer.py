@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders
 
 from yocolm.errors import CheckpointError, MissingDependencyError
-from yocolm.files import read_json
+from yocolm.fields import read_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -266,12 +266,15 @@ def load_cl100k_ranks(folder: Path | None = None) -> dict[bytes, int]:
 def cl100k_to_json(ranks: Mapping[bytes, int]) -> tokenizers.Tokenizer:
     """The authors' tokenizer as a `tokenizer.json`, with the same ids.
 
-    One difference is inherent in the format: text that spells `<s>`, `<pad>`, `</s>` or `<unk>`
-    becomes that symbol, where the authors' code would cut it into ordinary tokens.
+    Two differences are inherent in the format: text that spells `<s>`, `<pad>`, `</s>` or `<unk>`
+    becomes that symbol, and `<|endofprompt|>`, whose id another symbol shares, becomes ordinary
+    tokens.
     """
     vocab = {_byte_level(token): rank + ID_SHIFT for token, rank in ranks.items()}
     symbols = {name: index for index, name in enumerate(AUTHORS_SYMBOLS)}
-    specials = {name: rank + ID_SHIFT for name, rank in AUTHORS_SPECIALS.items()}
+    # Of two symbols with one id the later stays.
+    names = {rank + ID_SHIFT: name for name, rank in AUTHORS_SPECIALS.items()}
+    specials = {name: index for index, name in names.items()}
     merges = [(_byte_level(left), _byte_level(right)) for left, right in _merges(ranks)]
     model = tokenizers.models.BPE(
         vocab={**symbols, **vocab, **specials}, merges=merges, ignore_merges=True
@@ -286,7 +289,7 @@ def cl100k_to_json(ranks: Mapping[bytes, int]) -> tokenizers.Tokenizer:
     result.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", symbols["<s>"])]
     )
-    result.add_special_tokens([*AUTHORS_SYMBOLS, *AUTHORS_SPECIALS])
+    result.add_special_tokens([*symbols, *specials])
     return result
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from yocolm.config import CrossConfig, RetentionConfig, RopeConfig, WindowConfig, YocoConfig
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
-from yocolm.files import read_json, write_json
+from yocolm.fields import read_json, write_json
 from yocolm.models.presets import BOS_ID, CL100K_VOCAB_SIZE, EOS_ID, PAD_ID
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,

@@ -12,7 +12,7 @@ from torch import nn
 
 from yocolm.config import ModelConfig, YocoConfig, parse_config
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
-from yocolm.files import read_json
+from yocolm.fields import read_json
 from yocolm.models.authors import (
     CHECKPOINT_FILE,
     PARAMS_FILE,

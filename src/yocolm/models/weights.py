@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
 from yocolm.errors import CheckpointError
-from yocolm.files import read_json, write_json
+from yocolm.fields import read_json, write_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
