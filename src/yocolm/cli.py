@@ -1,0 +1,276 @@
+"""The command line: `yocolm generate | train | eval | convert | info`.
+
+Only the parser lives here, so that `yocolm --help` loads nothing heavy; each command imports what
+it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from yocolm import __version__
+from yocolm.errors import YocolmError
+
+MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
+DTYPES = ("float32", "bfloat16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 (an error, said in one line) or 130 (Ctrl-C).
+
+    Wrong usage exits with 2, as argparse does.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _command(arguments.command)(arguments)
+    except BrokenPipeError:
+        # The reader has gone (`yocolm info MODEL | head`): stay quiet, also at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except (YocolmError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """`run` of yocolm.cli_NAME."""
+    return importlib.import_module(f"yocolm.cli_{name}").run
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole parser, without importing torch."""
+    parser = argparse.ArgumentParser(
+        prog="yocolm", description="Train, load and run YOCO (decoder-decoder) language models."
+    )
+    parser.add_argument("--version", action="version", version=f"yocolm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_convert(commands)
+    _add_info(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # noqa: SLF001  (argparse has no public name for it)
+
+
+def _add_generate(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continue a prompt. The model's generation_config.json sets sampling defaults.",
+    )
+    source = parser.add_argument_group("prompt (one of these, or standard input)")
+    one = source.add_mutually_exclusive_group()
+    one.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
+    one.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the text from a file")
+    one.add_argument(
+        "--prompt-ids", type=_token_ids, metavar="IDS", help="token ids, such as 1,17,42"
+    )
+    _add_model(parser, "--model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
+    parser.add_argument(
+        "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
+    )
+    _add_sampling(parser.add_argument_group("sampling"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--echo", action="store_true", help="print the prompt before each continuation"
+    )
+    output.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print text as it is drawn; the default on a terminal with one sample",
+    )
+    output.add_argument(
+        "--logprobs", type=_whole, metavar="N", help="likeliest N tokens at each step"
+    )
+    output.add_argument(
+        "--prompt-logprobs", type=_whole, metavar="N", help="the same for the prompt's tokens"
+    )
+    output.add_argument(
+        "--prompt-logprobs-start", type=_whole, default=0, metavar="I", help="score from token I on"
+    )
+    _add_json(output)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=_size,
+        metavar="N",
+        help="tokens in one step (prefill chunk)",
+    )
+    engine.add_argument(
+        "--kv-memory", type=_bytes, metavar="SIZE", help="memory for state, such as 512MB or 2GB"
+    )
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    """Options named as the fields of SamplingParams; absent ones stay unset."""
+    group.add_argument(
+        "--max-tokens", type=_whole, default=128, metavar="N", help="at most N new tokens"
+    )
+    group.add_argument("--min-tokens", type=_whole, metavar="N", help="no end before N new tokens")
+    group.add_argument("-n", type=_size, metavar="N", help="samples; the prompt is computed once")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest of mass P")
+    group.add_argument("--min-p", type=float, metavar="P", help="only above P times the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages")
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="once per token drawn before"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="per earlier occurrence"
+    )
+    group.add_argument("--seed", type=int, metavar="S", help="makes the draws repeatable")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end at this text; repeatable"
+    )
+    group.add_argument(
+        "--stop-token-ids", type=_token_ids, metavar="IDS", help="end at these tokens, such as 3,4"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-text token"
+    )
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=X",
+        help="add X to a token's logit; repeatable",
+    )
+
+
+def _add_train(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model from a YAML configuration",
+        description="Train a model; started again with the same configuration, it resumes.",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="change a setting, such as train.steps=100",
+    )
+
+
+def _add_eval(commands: _Commands) -> None:
+    parser = commands.add_parser("eval", help="evaluate a model", description="Evaluate a model.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    text = kinds.add_parser(
+        "perplexity",
+        help="bits per byte of a text, also by position",
+        description="Bits per byte of a UTF-8 text. Each token is scored once, in sliding windows.",
+    )
+    _add_model(text)
+    text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")
+    text.add_argument(
+        "--context", type=_size, metavar="N", help="window (default: the model's, at most 2048)"
+    )
+    text.add_argument(
+        "--stride", type=_size, metavar="N", help="advance of the window (default: half of it)"
+    )
+    text.add_argument("--batch-size", type=_size, default=8, metavar="N", help="windows at a time")
+    text.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
+    text.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
+    _add_json(text)
+
+
+def _add_convert(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write the native form of an authors' checkpoint",
+        description="Convert params.json + checkpoint.pth to a Hugging Face folder, without loss.",
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder to read")
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
+
+
+def _add_info(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="parameters, FLOPs and memory of a model",
+        description="Architecture, parameters, FLOPs of each half, and memory per kind of state, "
+        "beside a Transformer of the same layout. Reads only the configuration.",
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--context", type=_size, metavar="N", help="tokens per sequence, such as 32K or 1M (1024s)"
+    )
+    parser.add_argument("--batch", type=_size, default=1, metavar="B", help="sequences at a time")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="of weights and KV (default: bfloat16)",
+    )
+    _add_json(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser, option: str | None = None) -> None:
+    if option is None:
+        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    else:
+        parser.add_argument(option, metavar="MODEL", default="bundled", help=MODEL_HELP)
+
+
+def _add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _bad(value: str, wanted: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
+
+
+def _whole(value: str) -> int:
+    """A whole number from 0 on."""
+    return int(value) if value.isascii() and value.isdigit() else _bad(value, "a whole number")
+
+
+def _size(value: str) -> int:
+    """A whole number from 1 on; K and M count in 1024s."""
+    digits, factor = value, 1
+    if value[-1:] in "kKmM":
+        digits, factor = value[:-1], 1024 if value[-1:] in "kK" else 1024**2
+    if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+        _bad(value, "a whole number above 0, such as 2048, 32K or 1M")
+    return int(digits) * factor
+
+
+def _bytes(value: str) -> int:
+    """Bytes, with an optional decimal unit."""
+    text = value.upper().removesuffix("B")
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:], 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdigit() or int(digits) == 0:
+        _bad(value, "a size, such as 512MB or 2GB")
+    return int(digits) * factor
+
+
+def _token_ids(value: str) -> list[int]:
+    return [_whole(part.strip()) for part in value.split(",")]
+
+
+def _bias(value: str) -> tuple[int, float]:
+    token, equals, amount = value.partition("=")
+    try:
+        return _whole(token), float(amount if equals else "missing")
+    except ValueError:
+        _bad(value, "a token id and a number, such as 17=-2.5")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`yocolm eval`: how good a model is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+
+from yocolm.eval.perplexity import Perplexity, perplexity
+
+
+def run(arguments: argparse.Namespace) -> int:
+    result = perplexity(
+        arguments.model,
+        arguments.file,
+        context=arguments.context,
+        stride=arguments.stride,
+        batch_size=arguments.batch_size,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        progress=_progress if sys.stderr.isatty() else None,
+    )
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **result.to_json()}, indent=2))
+    else:
+        print(_table(arguments.model, result))
+    return 0
+
+
+def _progress(done: int, total: int) -> None:
+    end = "\r" if done < total else "\r\033[K"
+    print(f"{done}/{total} windows", end=end, file=sys.stderr, flush=True)
+
+
+def _table(model: str, result: Perplexity) -> str:
+    perplexity_per_token = math.exp(result.nll_per_token)
+    lines = [
+        f"model           {model}",
+        f"bits per byte   {result.bits_per_byte:.4f}",
+        f"nll per token   {result.nll_per_token:.4f}  (perplexity {perplexity_per_token:.2f})",
+        f"tokens, bytes   {result.tokens:,}  {result.bytes:,}",
+        f"windows         {result.context} tokens, advancing by {result.stride}",
+    ]
+    if not result.first_token_scored:
+        lines.append(
+            "note            the first token is not scored: there is no token to start from"
+        )
+    lines += ["", f"{'position':>15}{'tokens':>12}{'nll/token':>12}{'bits/byte':>12}"]
+    for bucket in result.by_position:
+        bits = "-" if bucket.bits_per_byte is None else f"{bucket.bits_per_byte:.4f}"
+        span = f"{bucket.start}-{bucket.stop - 1}"
+        lines.append(f"{span:>15}{bucket.tokens:>12,}{bucket.nll_per_token:>12.4f}{bits:>12}")
+    return "\n".join(lines)

@@ -1,0 +1,171 @@
+"""`yocolm generate`: continue one prompt through the engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from yocolm.engine.llm import LLM
+from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from yocolm.engine.sampling_params import SamplingParams
+from yocolm.errors import NumericsError, RequestError
+from yocolm.models.registry import load_generation_config
+
+# What a model's generation_config.json may set; options on the command line win.
+_MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.stream and (arguments.json or (arguments.n or 1) > 1):
+        raise RequestError("--stream prints one text as it is drawn: leave out --json and -n")
+    prompt = _prompt(arguments)
+    params = _sampling_params(arguments)
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("max_num_batched_tokens", "kv_memory")
+        if getattr(arguments, name) is not None
+    }
+    llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
+    if _streams(arguments, params):
+        output = _stream(llm, prompt, params, arguments.echo)
+    else:
+        [output] = llm.generate([prompt], params)
+    if output.error is not None:
+        raise NumericsError(output.error)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **_as_json(output)}, indent=2))
+    else:
+        _print_text(output, arguments.echo, done=_streams(arguments, params))
+    return 0
+
+
+def _streams(arguments: argparse.Namespace, params: SamplingParams) -> bool:
+    if arguments.stream is None:
+        return sys.stdout.isatty() and not arguments.json and params.n == 1
+    return arguments.stream
+
+
+def _prompt(arguments: argparse.Namespace) -> str | list[int]:
+    """The prompt's text, or its token ids; of standard input one newline at the end is dropped."""
+    if arguments.prompt_ids is not None:
+        return arguments.prompt_ids
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        if arguments.prompt_file is not None:
+            return arguments.prompt_file.read_bytes().decode()
+        if sys.stdin.isatty():
+            raise RequestError(
+                "no prompt: give a text, --prompt-file or --prompt-ids, or pipe one in"
+            )
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt is not UTF-8 at byte {error.start}") from error
+
+
+def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """The model's defaults, then every option of that name that was given."""
+    defaults = load_generation_config(arguments.model)
+    values = {name: defaults[name] for name in _MODEL_DEFAULTS if defaults.get(name) is not None}
+    for name in (item.name for item in fields(SamplingParams)):
+        value = getattr(arguments, name, None)
+        if value is not None:
+            values[name] = dict(value) if name == "logit_bias" else value
+    return SamplingParams(**values)
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, echo: bool) -> RequestOutput:
+    """Print text as it comes; returns the final output."""
+    printed, output = 0, None
+    for output in _steps(llm, prompt, params):
+        if echo and printed == 0:
+            sys.stdout.write(output.prompt or "")
+            echo = False
+        text = output.outputs[0].text if output.outputs else ""
+        sys.stdout.write(text[printed:])
+        sys.stdout.flush()
+        printed = len(text)
+    assert output is not None and output.finished
+    print()
+    return output
+
+
+def _steps(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    llm.engine.add_request("0", prompt, params)
+    while llm.engine.has_unfinished_requests():
+        yield from llm.engine.step()
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "prompt_logprobs": _logprobs_as_json(output.prompt_logprobs),
+        "outputs": [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "token_ids": list(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "cumulative_logprob": sample.cumulative_logprob,
+                "logprobs": _logprobs_as_json(sample.logprobs),
+            }
+            for sample in output.outputs
+        ],
+    }
+
+
+def _logprobs_as_json(positions: Any) -> list[dict[str, Any] | None] | None:
+    """Per position a mapping from token id (a string, as JSON wants) to logprob, rank and text."""
+    if positions is None:
+        return None
+    return [
+        None if entry is None else {str(token): asdict(value) for token, value in entry.items()}
+        for entry in positions
+    ]
+
+
+def _print_text(output: RequestOutput, echo: bool, done: bool) -> None:
+    """Samples as text, then tables of the logprobs that were asked for; `done`: text is printed."""
+    if output.prompt_logprobs is not None:
+        print(_logprob_table("prompt", output.prompt_token_ids, output.prompt_logprobs))
+    for sample in output.outputs:
+        if not done:
+            if len(output.outputs) > 1:
+                print(f"--- sample {sample.index} ({sample.finish_reason})")
+            print((output.prompt or "" if echo else "") + _shown(sample))
+        if sample.logprobs is not None:
+            print(_logprob_table("output", sample.token_ids, sample.logprobs))
+
+
+def _shown(sample: CompletionOutput) -> str:
+    """The text; token ids where there is no tokenizer to make one."""
+    if sample.text or not sample.token_ids:
+        return sample.text
+    return ",".join(str(token) for token in sample.token_ids)
+
+
+def _logprob_table(
+    title: str, token_ids: list[int], positions: Sequence[dict[int, Logprob] | None]
+) -> str:
+    lines = [f"{title:>8}{'logprob':>10}{'rank':>7}  token (alternatives)"]
+    for token, entry in zip(token_ids, positions, strict=True):
+        if entry is None:
+            lines.append(f"{token:>8}{'-':>10}{'-':>7}")
+            continue
+        own = entry[token]
+        others = [
+            f"{other.decoded_token!r} {other.logprob:.3f}"
+            for other_id, other in entry.items()
+            if other_id != token
+        ]
+        tail = f"  ({', '.join(others)})" if others else ""
+        lines.append(
+            f"{token:>8}{own.logprob:>10.4f}{own.rank or '-':>7}  {own.decoded_token!r}{tail}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The layers of docs/design.md, held by the syntax trees of the sources."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "src" / "yocolm").rglob("*.py"))
+}
+EVERYONE = {"errors", "config", "fields", "files"}
+# A layer -> what it may import: a layer, or one module of it. Any may import itself and EVERYONE.
+ALLOWED = {
+    **dict.fromkeys([*EVERYONE, "tokenizer"], set()),
+    "ops": set(),
+    "models": {"ops", "tokenizer"},
+    "engine": {"models.spec", "models.base", "models.registry", "ops", "tokenizer"},
+    "server": {"engine"},
+    "train": {"models", "ops", "tokenizer"},
+    "eval": {"engine", "models", "tokenizer"},
+    "bench": {"engine", "models", "ops", "server", "eval", "tokenizer"},
+}
+NO_TORCH = (
+    "yocolm yocolm.cli yocolm.config yocolm.errors yocolm.models.spec yocolm.models.presets "
+    "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.cost yocolm.engine.request "
+    "yocolm.engine.sampling_params yocolm.engine.outputs"
+).split()
+OPTIONAL = re.compile(r"(tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard)\b")
+FAMILIES = re.compile(r"yoco(?!lm)|llama|gemma", re.IGNORECASE)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names imported under `tree`, `if TYPE_CHECKING:` blocks left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in SOURCES else str(node.module)
+        else:
+            yield from imports(node)
+
+
+@cache
+def imported(module: str) -> frozenset[str]:
+    return frozenset(imports(ast.parse(SOURCES[module].read_text())))
+
+
+@cache
+def reached(module: str) -> frozenset[str]:
+    """All that importing `module` loads, as far as our own sources tell."""
+    seen, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
+        new = {*(imported(name) if name in SOURCES else ()), *parents} - seen
+        seen |= new
+        todo += new
+    return frozenset(seen)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_module_imports_only_what_its_layer_may(module: str):
+    layer = module.split(".")[1] if "." in module else "yocolm"
+    if layer == "yocolm" or layer.startswith("cli"):
+        return
+    for name in imported(module):
+        if not name.startswith("yocolm."):
+            continue
+        target = name.removeprefix("yocolm.")
+        permitted = ALLOWED[layer] | EVERYONE | {layer}
+        assert any(target == p or target.startswith(p + ".") for p in permitted), name
+
+
+@pytest.mark.parametrize("module", [name for name in NO_TORCH if name in SOURCES])
+def test_modules_that_work_without_torch(module: str):
+    heavy = {name for name in reached(module) if name.split(".")[0] in ("torch", "transformers")}
+    assert not heavy
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_no_import_cycles(module: str):
+    assert all(module not in reached(name) for name in imported(module) if name in SOURCES)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_inside_functions_are_of_optional_packages(module: str):
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            assert all(map(OPTIONAL.match, imports(node))), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if ".engine" in name])
+def test_the_engine_names_no_family(module: str):
+    assert not FAMILIES.search(SOURCES[module].read_text())
+
+
+def test_files_are_short():
+    paths = [p for part in ("src", "tests", "docs", "recipes") for p in (ROOT / part).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    assert {name: n for name, n in lengths.items() if n > 450} == {}
