@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 PROMPT := Sir Walter Elliot, of Kellynch Hall, in Somersetshire, was a man who, for his own \
 amusement, never took up any book but the Baronetage; there he found occupation for an idle hour, \
 and consolation in a distressed one;

@@ -109,10 +109,11 @@ def perplexity(
     `progress` is called with (windows done, windows in all). Raises RequestError for a model
     without a tokenizer, a file that is not UTF-8 or too short, and for windows out of range.
     """
+    content = read_text(Path(file))
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer; perplexity of a text needs one")
-    text = tokenise(tokenizer, read_text(Path(file)))
+    text = tokenise(tokenizer, content)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     module, config = load_model(model, dtype, device)
