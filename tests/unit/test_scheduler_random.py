@@ -254,7 +254,7 @@ class Scenario:
                 assert min(delivered, default=1) == 1, "a prompt row is not scored"
 
 
-@pytest.mark.parametrize("batch", range(20))
+@pytest.mark.parametrize("batch", range(10))
 def test_random_schedules_equal_solo_runs(batch: int) -> None:
     for seed in range(100 * batch, 100 * (batch + 1)):
         try:
@@ -266,7 +266,7 @@ def test_random_schedules_equal_solo_runs(batch: int) -> None:
 def test_random_schedules_reach_the_rare_events() -> None:
     """The scenarios would prove little if these did not happen."""
     events: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(200):
         scenario = Scenario(seed)
         scenario.run()
         events += scenario.runner.events
@@ -274,4 +274,4 @@ def test_random_schedules_reach_the_rare_events() -> None:
     rare = {"copy from one that ended", "resumed half scored"}
     frequent = {"preemption", "mixed", "fork continues", "fork without room", "resumed with output"}
     assert all(events[name] > 0 for name in rare), events
-    assert all(events[name] > 100 for name in frequent), events
+    assert all(events[name] > 50 for name in frequent), events
