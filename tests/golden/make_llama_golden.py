@@ -3,7 +3,7 @@
     python tests/golden/make_llama_golden.py
 
 Seeded random weights with perturbed norms, and the outputs of transformers on the CPU in float32,
-in the form that data/README.md describes. The tests read the files only; transformers is needed here.
+in the form that data/README.md describes. The tests read the files only and need no transformers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def resolve(model: str | Path) -> ModelSource:
         return _folder_source(name, BUNDLED)
     if name.lower().startswith(_RANDOM):
         return ModelSource(name, "random", random_config=_random_config(name[len(_RANDOM) :]))
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return _folder_source(name, folder)
     if _HUB_ID.fullmatch(name) and not folder.exists():
@@ -197,7 +198,7 @@ def _folder_source(name: str, folder: Path) -> ModelSource:
 
 
 def _random_config(what: str) -> ModelConfig:
-    path = Path(what).expanduser()
+    path = Path(os.path.expanduser(what))
     if path.is_dir():
         path = path / CONFIG_FILE
     if path.suffix == ".json":

@@ -137,6 +137,7 @@ def check_tensors(
         surplus.discard(_HEAD)
     wrong = [
         f"{spelled(name)} has shape {list(shapes[name])}, the configuration needs {list(shape)}"
+        + (f" (is vocab_size {shapes[name][0]}?)" if shape[0] == config.vocab_size else "")
         for name, shape in wanted.items()
         if name in shapes and tuple(shapes[name]) != shape
     ]
