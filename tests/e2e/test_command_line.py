@@ -70,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run" / "final"
 
 
-def test_a_trained_model_is_evaluated(trained: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_trained_model_is_evaluated(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = trained.parents[1] / "train.txt"
     result = run_json(capsys, "eval", "perplexity", trained, text, "--context", 64)
     assert result["bytes"] == text.stat().st_size and result["context"] == 64
@@ -86,14 +86,14 @@ def test_a_trained_model_is_evaluated(trained: Path, capsys: pytest.CaptureFixtu
     assert "bits per byte" in table and "64-127" in table
 
 
-def test_info_of_a_trained_model(trained: Path, capsys: pytest.CaptureFixture[str]):
+def test_info_of_a_trained_model(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "info", trained, "--context", 64)
     weights = (trained / "model.safetensors").stat().st_size
     assert result["memory"]["weights"] == pytest.approx(weights, rel=0.1)
     assert result["transformer"]["memory"]["global_kv"] == 2 * result["memory"]["global_kv"]
 
 
-def test_info_of_the_papers_model(capsys: pytest.CaptureFixture[str]):
+def test_info_of_the_papers_model(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "info", "random:3B", "--context", "1M")
     memory, twin = result["memory"], result["transformer"]["memory"]
     assert memory["global_kv"] == 4_294_967_296 and memory["recurrent"] == 20_447_232
@@ -104,7 +104,7 @@ def test_info_of_the_papers_model(capsys: pytest.CaptureFixture[str]):
     assert "4.29 GB" in table and "20.4 MB" in table and "x 26" in table
 
 
-def test_text_is_generated(trained: Path, capsys: pytest.CaptureFixture[str]):
+def test_text_is_generated(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "--model", trained, "The sea was", "--max-tokens", 12]
     greedy = run(capsys, *command, "--temperature", 0, "--no-stream")
     assert run(capsys, *command, "--temperature", 0, "--stream") == greedy
@@ -113,7 +113,7 @@ def test_text_is_generated(trained: Path, capsys: pytest.CaptureFixture[str]):
     assert seeded[0] == seeded[1]
 
 
-def test_generated_json_has_everything(trained: Path, capsys: pytest.CaptureFixture[str]):
+def test_generated_json_has_everything(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "--model", trained, "The sea was calm", "--max-tokens", 4, "--seed", 3]
     result = run_json(capsys, *command, "-n", 2, "--logprobs", 2, "--prompt-logprobs", 0)
     ids = result["prompt_token_ids"]
@@ -137,7 +137,7 @@ def test_generated_json_has_everything(trained: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("name", ["yoco-gret-tiny", "yoco-swa-tiny"])
 def test_a_converted_checkpoint_generates_the_same(
     name: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     expected = load_file(golden / name / "expected.safetensors")
     prompt = expected["token_ids"][: int(expected["prompt_len"][0])].tolist()
     wanted = expected["generated_ids"].tolist()
@@ -164,13 +164,13 @@ def test_a_converted_checkpoint_generates_the_same(
 )
 def test_errors_name_the_culprit(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_the_bundled_model_continues_a_text(capsys: pytest.CaptureFixture[str]):
+def test_the_bundled_model_continues_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "generate", "She had been forced into", "--max-tokens", 24, "--seed", 1)
     assert len(out.split()) >= 5
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 15_000_000

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 
 
-def test_help_is_quick_and_loads_nothing_heavy():
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; from yocolm.cli import build_parser; build_parser().format_help();"
         "print([m for m in ('torch', 'numpy', 'tokenizers', 'yaml') if m in sys.modules])"
@@ -38,7 +39,7 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert min(times) < 0.3
 
 
-def test_version(capsys: pytest.CaptureFixture[str]):
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["--version"])
     assert exit_info.value.code == 0
@@ -62,14 +63,14 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         ["info", "bundled", "--kv-dtype", "int3"],
     ],
 )
-def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
     assert exit_info.value.code == 2
     assert "error:" in capsys.readouterr().err
 
 
-def test_values_are_parsed():
+def test_values_are_parsed() -> None:
     parse = cli.build_parser().parse_args
     options = parse(
         "generate --prompt-ids 1,2 --max-tokens 0 --logit-bias 7=-2.5 --logit-bias 8=1 "
@@ -83,7 +84,7 @@ def test_values_are_parsed():
     assert parse(["train", "c.yaml", "train.steps=3"]).overrides == ["train.steps=3"]
 
 
-def raising(error: BaseException):
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
     def command(arguments: argparse.Namespace) -> int:
         raise error
 
@@ -108,19 +109,19 @@ def test_errors_are_one_line(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-):
+) -> None:
     monkeypatch.setattr(cli, "_command", lambda name: raising(error))
     assert cli.main(["info", "bundled"]) == code
     assert capsys.readouterr().err == message
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_command", lambda name: raising(AssertionError("bug")))
     with pytest.raises(AssertionError):
         cli.main(["info", "bundled"])
 
 
-def test_a_closed_pipe_is_quiet():
+def test_a_closed_pipe_is_quiet() -> None:
     code = (
         "import sys; from yocolm import cli;"
         "cli._command = lambda name: lambda arguments: [print('x' * 9999) for _ in range(99)];"
@@ -144,7 +145,7 @@ def options(*arguments: str) -> argparse.Namespace:
     return cli.build_parser().parse_args(["generate", *arguments])
 
 
-def test_sampling_options_win_over_the_models_defaults(monkeypatch: pytest.MonkeyPatch):
+def test_sampling_options_win_over_the_models_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     from yocolm import cli_generate
 
     defaults = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "top_k": None}
@@ -157,7 +158,7 @@ def test_sampling_options_win_over_the_models_defaults(monkeypatch: pytest.Monke
     assert params.logit_bias == {3: 1.0} and params.ignore_eos is False
 
 
-def test_the_prompt_comes_from_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_prompt_comes_from_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from yocolm import cli_generate
 
     (tmp_path / "prompt").write_bytes("two\r\nlines é\n".encode())

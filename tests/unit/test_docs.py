@@ -24,28 +24,28 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_the_command_line_page_is_current():
+def test_the_command_line_page_is_current() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     assert page == load(ROOT / "docs" / "make_cli.py").render(), "run `make docs`"
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 600
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path):
+def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path):
+def test_files_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|docs|recipes)/[\w./-]+)`", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_commands_in_the_readme_parse():
+def test_commands_in_the_readme_parse() -> None:
     blocks = re.findall(r"^```\w*\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     commands = [line for line in "".join(blocks).splitlines() if line.startswith("yocolm ")]
     assert len(commands) >= 5
@@ -56,14 +56,14 @@ def test_commands_in_the_readme_parse():
                 assert yaml.safe_load((ROOT / argument).read_text()), options
 
 
-def test_make_targets_in_the_documents_exist():
+def test_make_targets_in_the_documents_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
         for target in re.findall(r"\bmake (\w+)`", page.read_text()):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_python_in_the_readme_compiles_and_imports_public_names():
+def test_python_in_the_readme_compiles_and_imports_public_names() -> None:
     import yocolm
 
     [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -72,7 +72,7 @@ def test_python_in_the_readme_compiles_and_imports_public_names():
     assert set(names.split(", ")) <= set(yocolm.__all__)
 
 
-def test_dependencies_are_explained():
+def test_dependencies_are_explained() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     [listed] = re.findall(r"^dependencies = \[(.*?)\]", project, re.DOTALL | re.MULTILINE)
     page = (ROOT / "docs" / "dependencies.md").read_text()
@@ -80,7 +80,7 @@ def test_dependencies_are_explained():
         assert f"| {name} " in page, name
 
 
-def test_pins_are_exact_and_name_no_source():
+def test_pins_are_exact_and_name_no_source() -> None:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             assert re.fullmatch(r'[\w.-]+==[\w.]+(; python_version (<|>=) "3\.11")?', line), line

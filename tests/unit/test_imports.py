@@ -69,7 +69,7 @@ def reached(module: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_a_module_imports_only_what_its_layer_may(module: str):
+def test_a_module_imports_only_what_its_layer_may(module: str) -> None:
     layer = module.split(".")[1] if "." in module else "yocolm"
     if layer == "yocolm" or layer.startswith("cli"):
         return
@@ -82,29 +82,29 @@ def test_a_module_imports_only_what_its_layer_may(module: str):
 
 
 @pytest.mark.parametrize("module", [name for name in NO_TORCH if name in SOURCES])
-def test_modules_that_work_without_torch(module: str):
+def test_modules_that_work_without_torch(module: str) -> None:
     heavy = {name for name in reached(module) if name.split(".")[0] in ("torch", "transformers")}
     assert not heavy
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_no_import_cycles(module: str):
+def test_no_import_cycles(module: str) -> None:
     assert all(module not in reached(name) for name in imported(module) if name in SOURCES)
 
 
 @pytest.mark.parametrize("module", SOURCES)
-def test_imports_inside_functions_are_of_optional_packages(module: str):
+def test_imports_inside_functions_are_of_optional_packages(module: str) -> None:
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             assert all(map(OPTIONAL.match, imports(node))), f"line {node.lineno}"
 
 
 @pytest.mark.parametrize("module", [name for name in SOURCES if ".engine" in name])
-def test_the_engine_names_no_family(module: str):
+def test_the_engine_names_no_family(module: str) -> None:
     assert not FAMILIES.search(SOURCES[module].read_text())
 
 
-def test_files_are_short():
+def test_files_are_short() -> None:
     paths = [p for part in ("src", "tests", "docs", "recipes") for p in (ROOT / part).rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert {name: n for name, n in lengths.items() if n > 450} == {}

@@ -47,11 +47,14 @@ def loss_at(model: torch.nn.Module, history: list[int], target: int) -> float:
     return -float(logits.double().log_softmax(-1)[0, target])
 
 
-def naive(model: torch.nn.Module, text: Text, context: int, stride: int):
+def naive(
+    model: torch.nn.Module, text: Text, context: int, stride: int
+) -> tuple[float, int, dict[int, list[tuple[float, int]]]]:
     """(total nll, tokens, {position: [(nll, bytes)]}) by the definition, window by window."""
     stream = ([] if text.prefix is None else [text.prefix]) + list(text.token_ids)
     sizes = list(text.token_bytes) if text.prefix is not None else list(text.token_bytes)[1:]
-    total, scored, by_position, start = 0.0, 0, {}, 0
+    by_position: dict[int, list[tuple[float, int]]] = {}
+    total, scored, start = 0.0, 0, 0
     while scored < len(stream) - 1:
         stop = min(start + context, len(stream) - 1)
         for i in range(start, stop):
@@ -70,7 +73,7 @@ def naive(model: torch.nn.Module, text: Text, context: int, stride: int):
 )
 def test_score_agrees_with_the_definition(
     model: torch.nn.Module, tokens: int, context: int, stride: int, prefix: int | None
-):
+) -> None:
     text = random_text(tokens, prefix)
     total, scored, by_position = naive(model, text, context, stride)
     result = score(model, text, context=context, stride=stride, batch_size=3)
@@ -90,7 +93,9 @@ def test_score_agrees_with_the_definition(
         assert bucket.bits_per_byte == pytest.approx(bits, abs=1e-4)
 
 
-def test_logits_in_blocks_change_nothing(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch):
+def test_logits_in_blocks_change_nothing(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = random_text(200, 0)
     whole = score(model, text, context=64, stride=32)
     monkeypatch.setattr(module, "_FIRST_LOGITS_ROWS", 1)
@@ -99,7 +104,7 @@ def test_logits_in_blocks_change_nothing(model: torch.nn.Module, monkeypatch: py
     assert blocked.nll_per_token == pytest.approx(whole.nll_per_token, rel=1e-6)
 
 
-def test_windows_score_every_input_once():
+def test_windows_score_every_input_once() -> None:
     for num_inputs, context, stride in [
         (1, 4, 2),
         (4, 4, 2),
@@ -125,7 +130,7 @@ def byte_tokenizer() -> JsonTokenizer:
     return JsonTokenizer(inner, eos_token_ids=(256,))
 
 
-def test_tokens_stand_for_all_bytes():
+def test_tokens_stand_for_all_bytes() -> None:
     text = tokenise(byte_tokenizer(), "a é€\r\n</s>z")
     assert text.num_bytes == 3 + 2 + 3 - 1 + 2 + 4 + 1
     assert sum(text.token_bytes) == text.num_bytes
@@ -133,14 +138,14 @@ def test_tokens_stand_for_all_bytes():
     assert text.prefix == 256
 
 
-def test_a_tokenizer_that_loses_text_is_refused():
+def test_a_tokenizer_that_loses_text_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.inner.normalizer = tokenizers.normalizers.Lowercase()
     with pytest.raises(RequestError, match="at character 2"):
         tokenise(tokenizer, "abCd")
 
 
-def test_bad_input_is_named(model: torch.nn.Module, tmp_path: Path):
+def test_bad_input_is_named(model: torch.nn.Module, tmp_path: Path) -> None:
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     with pytest.raises(RequestError, match="byte 3 is 0xe9"):
         read_text(tmp_path / "latin1")

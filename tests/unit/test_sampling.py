@@ -83,7 +83,7 @@ def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
 
 
 @pytest.mark.parametrize("vocab_size", [7, 61, 700])
-def test_sample_agrees_with_the_scalar_reference(vocab_size: int):
+def test_sample_agrees_with_the_scalar_reference(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     rows = [random_row(rng, vocab_size) for _ in range(150)]
     logits = torch.randn(
@@ -97,7 +97,7 @@ def test_sample_agrees_with_the_scalar_reference(vocab_size: int):
     assert drawn.tolist() == expected
 
 
-def test_draws_do_not_depend_on_the_batch():
+def test_draws_do_not_depend_on_the_batch() -> None:
     rng = random.Random(3)
     rows = [random_row(rng, 301) for _ in range(40)]
     logits = torch.randn(40, 301, generator=torch.Generator().manual_seed(2))
@@ -108,7 +108,7 @@ def test_draws_do_not_depend_on_the_batch():
     assert together == alone
 
 
-def test_sample_leaves_its_input_alone():
+def test_sample_leaves_its_input_alone() -> None:
     logits = torch.randn(1, 9)
     before = logits.clone()
     row = SamplingRow(logit_bias={2: 1.0}, banned=[1], repetition_penalty=2.0, prompt=[3])
@@ -136,7 +136,7 @@ def chi_square(observed: list[int], expected: list[float]) -> float:
         {"top_k": 5, "top_p": 0.8},
     ],
 )
-def test_frequencies_follow_the_distribution(options: dict[str, float]):
+def test_frequencies_follow_the_distribution(options: dict[str, float]) -> None:
     logits, count = [0.5, -1.0, 2.0, 1.5, 0.0, 1.0, -3.0, 0.7], 20_000
     drawn = draws(logits, count, **options)
     expected = reference_probabilities(logits, SamplingRow(**options))  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_frequencies_follow_the_distribution(options: dict[str, float]):
     assert chi_square(observed, [p * count for p in expected]) < 24.3
 
 
-def test_uniform_numbers_match_the_reference_for_any_seed():
+def test_uniform_numbers_match_the_reference_for_any_seed() -> None:
     pairs = [(0, 0), (1, 0), (2**63, 1), (2**64 - 1, 7), (-1, 7), (123456789, 2**31)]
     batch = SamplingBatch.build([SamplingRow(seed=s, index=i) for s, i in pairs])
     assert uniform_numbers(batch.seeds, batch.indices).tolist() == [
@@ -155,7 +155,7 @@ def test_uniform_numbers_match_the_reference_for_any_seed():
 
 
 @pytest.mark.parametrize("by", ["index", "seed"])
-def test_uniform_numbers_are_uniform_and_independent(by: str):
+def test_uniform_numbers_are_uniform_and_independent(by: str) -> None:
     count, counter = 40_000, torch.arange(40_000)
     zero = torch.zeros_like(counter)
     u = uniform_numbers(zero, counter) if by == "index" else uniform_numbers(counter, zero)
@@ -172,7 +172,7 @@ def test_uniform_numbers_are_uniform_and_independent(by: str):
     assert abs(torch.corrcoef(torch.stack([u, other]))[0, 1]) < 0.02
 
 
-def test_top_p_keeps_the_token_that_crosses():
+def test_top_p_keeps_the_token_that_crosses() -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert set(draws(logits, 2000, top_p=0.5)) == {0}
     assert set(draws(logits, 2000, top_p=0.51)) == {0, 1}
@@ -180,26 +180,26 @@ def test_top_p_keeps_the_token_that_crosses():
     assert set(draws(logits, 2000, top_p=1e-12)) == {0}
 
 
-def test_top_p_reaches_past_the_part_that_is_sorted_first():
+def test_top_p_reaches_past_the_part_that_is_sorted_first() -> None:
     count = 3000  # flat: half of the mass lies far beyond the first sorted 256
     logits = (-torch.arange(5000) / 1e5).tolist()
     kept = set(draws(logits, count, top_p=0.5))
     assert max(kept) <= 2600 and len([t for t in kept if t > 2000]) > 100
 
 
-def test_top_k_and_top_p_keep_whole_groups_of_equal_logits():
+def test_top_k_and_top_p_keep_whole_groups_of_equal_logits() -> None:
     logits = [1.0, 2.0, 2.0, 0.0, 2.0]
     assert set(draws(logits, 500, top_k=1)) == {1, 2, 4}
     assert set(draws(logits, 500, top_p=0.05)) == {1, 2, 4}
 
 
-def test_tiny_temperature_is_greedy():
+def test_tiny_temperature_is_greedy() -> None:
     logits = [1.0, 1.0 + 1e-6, -50.0]
     for temperature in (1e-9, 1e-38, 1e-44, 1e-60):
         assert set(draws(logits, 20, temperature=temperature)) == {1}
 
 
-def test_greedy_takes_the_lowest_index_on_ties():
+def test_greedy_takes_the_lowest_index_on_ties() -> None:
     logits = torch.zeros(3, 4096)
     logits[0, [5, 9, 4000]] = 3.0
     logits[1, [4095, 4094]] = 1.0
@@ -209,13 +209,13 @@ def test_greedy_takes_the_lowest_index_on_ties():
     assert sample(logits.bfloat16(), SamplingBatch.build(mixed)).tolist()[:2] == [5, 4094]
 
 
-def test_masked_tokens_are_never_drawn():
+def test_masked_tokens_are_never_drawn() -> None:
     logits = [-math.inf, 0.0, -math.inf, 0.0, -math.inf]
     for options in ({}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 9.0}):
         assert set(draws(logits, 500, **options)) == {1, 3}
 
 
-def test_tiny_changes_of_the_logits_rarely_change_the_draw():
+def test_tiny_changes_of_the_logits_rarely_change_the_draw() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 500, generator=generator).expand(2000, -1)
     batch = SamplingBatch.build([SamplingRow(seed=1, index=i, top_p=0.9) for i in range(2000)])
@@ -223,7 +223,7 @@ def test_tiny_changes_of_the_logits_rarely_change_the_draw():
     assert (sample(logits, batch) != sample(logits + noise, batch)).sum() <= 4
 
 
-def test_rows_that_are_not_finite_are_found_and_do_no_harm():
+def test_rows_that_are_not_finite_are_found_and_do_no_harm() -> None:
     logits = torch.zeros(5, 8)
     logits[1, 3] = math.nan
     logits[2, 3] = math.inf
@@ -234,7 +234,7 @@ def test_rows_that_are_not_finite_are_found_and_do_no_harm():
     assert drawn[4] == 7 and bool(((drawn >= 0) & (drawn < 8)).all())
 
 
-def test_gather_logprobs_is_the_log_softmax_with_ranks():
+def test_gather_logprobs_is_the_log_softmax_with_ranks() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(4)) * 3
     tokens = torch.tensor([0, 5, 39, 7, 7, 20])
     logprob, rank, top_ids, top_logprobs = gather_logprobs(logits, tokens, 3)
@@ -251,7 +251,7 @@ def test_gather_logprobs_is_the_log_softmax_with_ranks():
     )
 
 
-def test_gather_logprobs_at_the_edges():
+def test_gather_logprobs_at_the_edges() -> None:
     logits = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.bfloat16)
     logprob, rank, top_ids, top_logprobs = gather_logprobs(logits, torch.tensor([1]), 0)
     assert rank.tolist() == [1] and top_ids.shape == top_logprobs.shape == (1, 0)
