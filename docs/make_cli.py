@@ -18,7 +18,7 @@ HEADER = """# Command line
 Generated from the parser by `make docs`; do not edit.
 
 A command that fails prints one line, `error: ...`, to standard error and exits with 1. Wrong usage
-exits with 2, Ctrl-C with 130. Sizes such as 32K and 1M count in 1024s, memory sizes in 1000s.
+exits with 2, Ctrl-C with 130. Sizes such as 32K and 1M count in 1024s.
 """
 
 

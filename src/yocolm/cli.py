@@ -78,7 +78,12 @@ def _add_generate(commands: _Commands) -> None:
         "--prompt-ids", type=_token_ids, metavar="IDS", help="token ids, such as 1,17,42"
     )
     _add_model(parser, "--model")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of weights and KV; auto: as saved",
+    )
     parser.add_argument(
         "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
     )
@@ -110,7 +115,7 @@ def _add_generate(commands: _Commands) -> None:
         help="tokens in one step (prefill chunk)",
     )
     engine.add_argument(
-        "--kv-memory", type=_bytes, metavar="SIZE", help="memory for state, such as 512MB or 2GB"
+        "--kv-memory", metavar="SIZE", help="memory for state, such as 512MB or 2GiB"
     )
 
 
@@ -247,16 +252,6 @@ def _size(value: str) -> int:
         digits, factor = value[:-1], 1024 if value[-1:] in "kK" else 1024**2
     if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
         _bad(value, "a whole number above 0, such as 2048, 32K or 1M")
-    return int(digits) * factor
-
-
-def _bytes(value: str) -> int:
-    """Bytes, with an optional decimal unit."""
-    text = value.upper().removesuffix("B")
-    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(text[-1:], 1)
-    digits = text[:-1] if factor > 1 else text
-    if not digits.isdigit() or int(digits) == 0:
-        _bad(value, "a size, such as 512MB or 2GB")
     return int(digits) * factor
 
 

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None
     }
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
-    if _streams(arguments, params):
+    streams = _streams(arguments, params) and llm.get_tokenizer() is not None
+    if streams:
         output = _stream(llm, prompt, params, arguments.echo)
     else:
         [output] = llm.generate([prompt], params)
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"model": arguments.model, **_as_json(output)}, indent=2))
     else:
-        _print_text(output, arguments.echo, done=_streams(arguments, params))
+        _print_text(output, arguments.echo, done=streams)
     return 0
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from yocolm.cli import main
 from yocolm.models.registry import BUNDLED
 
+RANDOM = f"random:{Path(__file__).parents[1] / 'golden' / 'data' / 'yoco-fla-gret-tiny'}"
 PARAGRAPH = (
     "The sea was calm and the little boat went slowly along the shore; the old man said nothing, "
     "and the boy, who was tired of asking, looked at the water and counted the waves. "
@@ -149,12 +150,18 @@ def test_a_converted_checkpoint_generates_the_same(
         assert result["outputs"][0]["token_ids"] == wanted
 
 
+def test_a_model_without_a_tokenizer_prints_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--model", RANDOM, "--prompt-ids", "1,2", "--max-tokens", 3]
+    for option in ("--stream", "--no-stream"):
+        assert len(run(capsys, *command, "--ignore-eos", option).split(",")) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["info", "no/such/folder"], "no/such/folder"),
         (["info", "random:5B"], "5B"),
-        (["generate", "--model", "random:160M", "text"], "tokenizer"),
+        (["generate", "--model", RANDOM, "text"], "tokenizer"),
         (["generate", "text", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt-file", "no-such-file"], "no-such-file"),
         (["eval", "perplexity", "bundled", "no-such-file"], "no-such-file"),

@@ -3,9 +3,9 @@
 import argparse
 import io
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +30,15 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         "print([m for m in ('torch', 'numpy', 'tokenizers', 'yaml') if m in sys.modules])"
     )
     assert run_python(code).stdout.strip() == "[]"
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = run_python("import sys; from yocolm.cli import main; sys.exit(main(['--help']))")
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert result.returncode == 0 and "generate" in result.stdout
-    assert min(times) < 0.3
+        # Processor time: that of the wall depends on what else the machine is doing.
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(seconds) < 0.3
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +58,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["generate", "text", "--logit-bias", "17"],
         ["generate", "text", "--logit-bias", "x=1"],
         ["generate", "text", "--prompt-logprobs", "-1"],
-        ["generate", "text", "--kv-memory", "lots"],
         ["generate", "--prompt-ids", "1,x"],
         ["info", "bundled", "--context", "0"],
         ["info", "bundled", "--context", "1.5K"],
@@ -78,7 +79,7 @@ def test_values_are_parsed() -> None:
     )
     assert options.prompt_ids == [1, 2] and options.max_tokens == 0
     assert options.logit_bias == [(7, -2.5), (8, 1.0)]
-    assert options.kv_memory == 2_000_000_000 and options.max_num_batched_tokens == 2048
+    assert options.kv_memory == "2GB" and options.max_num_batched_tokens == 2048
     assert options.stop == ["a", "b"] and options.stream is False and options.model == "bundled"
     assert parse(["info", "m", "--context", "1M"]).context == 1_048_576
     assert parse(["train", "c.yaml", "train.steps=3"]).overrides == ["train.steps=3"]

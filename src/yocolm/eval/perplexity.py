@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from yocolm.engine.engine import require_device
 from yocolm.errors import RequestError
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
@@ -114,9 +115,7 @@ def perplexity(
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer; perplexity of a text needs one")
     text = tokenise(tokenizer, content)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, config = load_model(model, dtype, device)
+    module, config = load_model(model, dtype, require_device(device))
     if context is None:
         context = min(config.max_position_embeddings, DEFAULT_CONTEXT_LIMIT)
     return score(
