@@ -1,0 +1,317 @@
+"""The engine: requests in, outputs out, one step at a time."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence as Series
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from yocolm.config import ModelConfig
+from yocolm.engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestOutput,
+    SampleLogprobs,
+)
+from yocolm.engine.pages import PagePool, SlotPool
+from yocolm.engine.plan import Plan, StepResult
+from yocolm.engine.request import Request, Sequence
+from yocolm.engine.runner import EntryOutput, Runner, TokenScore
+from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.scheduler import Scheduler
+from yocolm.engine.settings import EngineSettings, size_pools
+from yocolm.engine.state import PagedState
+from yocolm.engine.text import SequenceText
+from yocolm.errors import ConfigError, RequestError
+from yocolm.models.base import CausalLM
+from yocolm.models.spec import model_spec
+from yocolm.tokenizer import Tokenizer
+
+Prompt = str | Series[int] | Mapping[str, Any]
+
+
+@dataclass
+class _Answer:
+    """What has been gathered for a request: by sample index where it belongs to a sample."""
+
+    request: Request
+    prompt_logprobs: PromptLogprobs | None
+    logprobs: dict[int, SampleLogprobs] = field(default_factory=dict)
+    texts: dict[int, SequenceText] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Args:
+        model, config: as ``models.registry.load_model`` returns them.
+        tokenizer: for text prompts and text output; None serves token ids only.
+        settings: limits, see ``EngineSettings``.
+        eos_token_ids: tokens that end a sequence unless a request ignores them.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None = None,
+        settings: EngineSettings | None = None,
+        eos_token_ids: Series[int] = (),
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.settings = settings or EngineSettings()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.spec = model_spec(config)
+        weight: torch.Tensor = next(iter(model.parameters()))
+        self.max_model_len = self.settings.max_model_len or config.max_position_embeddings
+        page_size = self.settings.page_size
+        sizes = size_pools(self.settings, self.spec, weight.element_size(), self.max_model_len)
+        state = PagedState(
+            self.spec, sizes.num_pages, page_size, sizes.num_slots, weight.dtype, weight.device
+        )
+        self.scheduler = Scheduler(
+            PagePool(sizes.num_pages, page_size),
+            SlotPool(sizes.num_slots),
+            self.settings.max_num_batched_tokens,
+            sizes.max_num_seqs,
+            self.max_model_len,
+        )
+        max_pages = self.spec.num_pages(self.max_model_len, page_size)
+        self.runner = Runner(
+            model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
+        )
+        self._answers: dict[str, _Answer] = {}
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request. Raises RequestError, and changes nothing, if it cannot be served.
+
+        Args:
+            prompt: text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            params: defaults if None; without a seed, a random one is drawn.
+            arrival_time: in seconds, now if None.
+        """
+        params = SamplingParams() if params is None else params
+        text, ids = self._tokenize(prompt)
+        self._check(ids, params)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        now = time.monotonic() if arrival_time is None else arrival_time
+        request = Request(request_id, ids, params, now, self.eos_token_ids, text)
+        self.scheduler.add(request)
+        scored = params.prompt_logprobs is not None
+        self._answers[request_id] = _Answer(request, [None] * len(ids) if scored else None)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request; what it has so far comes back. None if it is unknown or done."""
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            return None
+        for seq in self.scheduler.abort(request_id):
+            self._end_text(answer, seq)
+        return self._output(answer)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every scheduled sequence once. Returns the requests that have something new."""
+        plan = self.scheduler.schedule(time.monotonic())
+        outputs = self._run(plan)
+        self._keep_prompt_scores(plan, outputs)
+        changed = self.scheduler.update(plan, [output.result for output in outputs])
+        self._keep_samples(plan, outputs, changed)
+        touched = dict.fromkeys(seq.request.request_id for seq in changed)
+        return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
+
+    def _run(self, plan: Plan) -> list[EntryOutput]:
+        """Run the plan; what torch raises (memory, most of all) fails the requests in the step."""
+        try:
+            return self.runner.run(plan)
+        except RuntimeError as error:
+            self.runner.state.discard()
+            reason = f"the step failed: {error}"
+            return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
+
+    # Prompts
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise RequestError(
+                    f"prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids'"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if ids is not None:
+            return text, self._token_ids(ids)
+        if not isinstance(text, str):
+            raise RequestError(f"prompt is {text!r}; it must be text or a list of token ids")
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give the prompt as token ids")
+        return text, self.tokenizer.encode(text)
+
+    def _token_ids(self, ids: Any) -> list[int]:
+        if isinstance(ids, str | bytes) or not isinstance(ids, Series):
+            raise RequestError(f"prompt is {ids!r}; it must be text or a list of token ids")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"prompt holds {token!r}; token ids are integers")
+        return list(ids)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        vocab = self.config.vocab_size
+        named = {
+            "prompt token id": ids,
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias token id": params.logit_bias or (),
+        }
+        for what, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < vocab:
+                    raise RequestError(
+                        f"{what} {token} is outside the vocabulary: give 0 to {vocab - 1}"
+                    )
+        for what in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, what)
+            if value is not None and value > vocab:
+                raise RequestError(f"{what}={value} exceeds the vocabulary of {vocab}: lower it")
+        if params.prompt_logprobs is not None and self.settings.prompt_logprobs == "reject":
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs}: this engine is set to refuse prompt "
+                "logprobs; leave it out, or start the engine with prompt_logprobs='exact'"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer: use stop_token_ids")
+
+    # Results
+
+    def _keep_prompt_scores(self, plan: Plan, outputs: list[EntryOutput]) -> None:
+        for entry, output in zip(plan.scheduled, outputs, strict=True):
+            if not output.prompt_scores or output.result.error is not None:
+                continue
+            kept = self._answers[entry.seq.request.request_id].prompt_logprobs
+            assert kept is not None
+            for row, score in zip(entry.rows, output.prompt_scores, strict=False):
+                kept[entry.start + row + 1] = self._logprobs(score)
+
+    def _keep_samples(
+        self, plan: Plan, outputs: list[EntryOutput], changed: list[Sequence]
+    ) -> None:
+        """Add the tokens drawn in this step to texts and logprobs, and look for stop strings."""
+        scores = {
+            (entry.seq.request.request_id, entry.seq.index + i): score
+            for entry, output in zip(plan.scheduled, outputs, strict=True)
+            for i, score in enumerate(output.sample_scores)
+        }
+        for seq in changed:
+            request_id = seq.request.request_id
+            answer = self._answers[request_id]
+            if seq.finish_reason == "error" or not seq.num_output:
+                self._end_text(answer, seq)
+                continue
+            score = scores.get((request_id, seq.index))
+            if score is not None:
+                answer.logprobs.setdefault(seq.index, []).append(self._logprobs(score))
+            self._extend_text(answer, seq)
+
+    def _extend_text(self, answer: _Answer, seq: Sequence) -> None:
+        params = seq.request.params
+        if self.tokenizer is None or not params.detokenize:
+            return
+        text = answer.texts.get(seq.index)
+        if text is None:
+            text = answer.texts[seq.index] = SequenceText(self.tokenizer, params)
+        may_stop = seq.num_output > params.min_tokens
+        stop = None
+        if seq.finish_reason != "stop" or params.include_stop_str_in_output:
+            stop = text.push(seq.output_token_ids[-1], may_stop)
+        if stop is None and seq.finished:
+            stop = text.end(may_stop and seq.finish_reason == "length")
+        if stop is not None:
+            self.scheduler.finish(seq, "stop", stop)
+
+    def _end_text(self, answer: _Answer, seq: Sequence) -> None:
+        text = answer.texts.get(seq.index)
+        if text is not None:
+            text.end()
+
+    def _logprobs(self, score: TokenScore) -> dict[int, Logprob]:
+        """The token itself first, then the likeliest ones."""
+        entries = {score.token_id: (score.logprob, score.rank)}
+        for rank, (token, logprob) in enumerate(score.top, 1):
+            entries.setdefault(token, (logprob, rank))
+        return {
+            token: Logprob(logprob, rank, self._decoded(token))
+            for token, (logprob, rank) in entries.items()
+        }
+
+    def _decoded(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def _deliver(self, request_id: str) -> RequestOutput:
+        answer = self._answers[request_id]
+        if answer.request.finished:
+            del self._answers[request_id]
+        return self._output(answer)
+
+    def _output(self, answer: _Answer) -> RequestOutput:
+        request = answer.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=answer.prompt_logprobs,
+            outputs=[self._completion(answer, seq) for seq in request.sequences],
+            finished=request.finished,
+            error=request.error,
+        )
+
+    def _completion(self, answer: _Answer, seq: Sequence) -> CompletionOutput:
+        text = answer.texts.get(seq.index)
+        wants_logprobs = seq.request.params.logprobs is not None
+        return CompletionOutput(
+            index=seq.index,
+            text="" if text is None else text.visible,
+            token_ids=list(seq.output_token_ids),
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
+            logprobs=list(answer.logprobs.get(seq.index, [])) if wants_logprobs else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+        )
+
+    def check(self) -> None:
+        """Assert that queues and pools agree (for tests, after every step)."""
+        self.scheduler.check()
+        assert set(self._answers) == set(self.scheduler.requests), "answers differ from requests"
+
+
+def require_device(device: str) -> torch.device:
+    """A usable device: "auto" is CUDA where there is one, else the CPU. Raises ConfigError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device={device!r} is unknown; give auto, cpu or cuda") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: no CUDA device is available; give auto or cpu")
+    return found

@@ -1,0 +1,143 @@
+"""Offline inference with vLLM's names: ``LLM(model).generate(prompts, SamplingParams(...))``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence as Series
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from yocolm.engine.engine import Engine, Prompt, require_device
+from yocolm.engine.outputs import RequestOutput
+from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.settings import EngineSettings
+from yocolm.errors import RequestError
+from yocolm.models.base import CausalLM
+from yocolm.models.registry import (
+    eos_token_ids,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
+
+
+class LLM:
+    """A model behind an engine.
+
+    Args:
+        model: folder, ``"bundled"``, Hugging Face id or ``"random:PRESET"``.
+        dtype: "auto" (as saved), "float32" or "bfloat16".
+        device: "auto", "cpu" or "cuda".
+        seed: of the weights of ``random:PRESET``.
+        skip_tokenizer_init: serve token ids only.
+        settings: fields of ``EngineSettings``: max_num_batched_tokens, max_num_seqs, max_model_len,
+            kv_memory, page_size, prompt_logprobs.
+
+    Raises subclasses of YocolmError for what cannot be loaded or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "bundled",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        skip_tokenizer_init: bool = False,
+        max_num_batched_tokens: int = EngineSettings.max_num_batched_tokens,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        kv_memory: int | str | None = None,
+        page_size: int = EngineSettings.page_size,
+        prompt_logprobs: str = "exact",
+    ) -> None:
+        settings = EngineSettings(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kv_memory=kv_memory,
+            page_size=page_size,
+            prompt_logprobs=cast(Any, prompt_logprobs),
+        )
+        source = resolve(model)
+        module, config = load_model(source, dtype, require_device(device), seed)
+        tokenizer = None if skip_tokenizer_init else load_tokenizer(source)
+        ends = eos_token_ids(config, load_generation_config(source), tokenizer)
+        self.engine = Engine(cast(CausalLM, module), config, tokenizer, settings, ends)
+        self._counter = 0
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Series[Prompt],
+        sampling_params: SamplingParams | Series[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer all prompts; results come in their order.
+
+        Args:
+            prompts: one prompt or several; each is text, token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show progress on standard error.
+
+        Raises RequestError before anything runs if one of them cannot be served. A request that
+        fails on the way has its ``error`` set.
+        """
+        listed = _as_list(prompts)
+        params = _params_of(sampling_params, len(listed))
+        with self._added(listed, params) as ids:
+            return self._finish(ids, use_tqdm)
+
+    @contextmanager
+    def _added(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[list[str]]:
+        """Queue requests; whatever interrupts leaves none of them behind."""
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_id = str(self._counter)
+                self._counter += 1
+                self.engine.add_request(request_id, prompt, one)
+                ids.append(request_id)
+            yield ids
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+
+    def _finish(self, ids: list[str], show_progress: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while len(done) < len(ids):
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+            if show_progress:
+                print(f"\r{len(done)}/{len(ids)} requests", end="", file=sys.stderr, flush=True)
+        if show_progress:
+            print(file=sys.stderr)
+        return [done[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Prompt | Series[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(Prompt, prompts)]
+    return list(cast(Series[Prompt], prompts))
+
+
+def _params_of(
+    params: SamplingParams | Series[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for each")
+    return list(params)

@@ -1,0 +1,114 @@
+"""How large an engine is, and what it refuses. No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from yocolm.errors import ConfigError
+from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec
+
+MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?|)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Limits of an engine; None is chosen from the model and the machine.
+
+    max_num_batched_tokens: tokens a step, prefill chunks and decodes together.
+    max_num_seqs: sequences that hold state at once.
+    max_model_len: prompt and output of one sequence; the model's own limit if None.
+    kv_memory: bytes for all state (global KV, windows, recurrent), or text such as "2GiB".
+    page_size: tokens a page of global KV.
+    prompt_logprobs: "exact", or "reject" to refuse requests that ask for them, so that every
+        prefill is the fast one.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    kv_memory: int | str | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+    prompt_logprobs: Literal["exact", "reject"] = "exact"
+
+    def __post_init__(self) -> None:
+        if self.prompt_logprobs not in ("exact", "reject"):
+            raise ConfigError(
+                f"prompt_logprobs={self.prompt_logprobs!r} must be 'exact' or 'reject'"
+            )
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "page_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name}={value!r} must be an integer")
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Numbers of pages and slots, the scratch ones included."""
+
+    num_pages: int
+    num_slots: int
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.num_slots - 1
+
+
+def size_pools(
+    settings: EngineSettings, spec: ModelSpec, dtype_bytes: int, max_model_len: int
+) -> PoolSizes:
+    """Divide the memory: a slot for every sequence, the rest in pages, no more than can be used.
+
+    Raises ConfigError if not even one sequence of one page fits.
+    """
+    budget = parse_bytes(settings.kv_memory)
+    if budget is None:
+        budget = available_memory() // 4
+    slot_bytes = spec.slot_bytes(dtype_bytes)
+    page_bytes = spec.page_bytes(settings.page_size, dtype_bytes)
+    seqs = settings.max_num_seqs
+    if seqs is None:
+        seqs = MAX_NUM_SEQS if slot_bytes == 0 else min(MAX_NUM_SEQS, budget // 2 // slot_bytes)
+        seqs = max(1, seqs)
+    left = budget - (seqs + 1) * slot_bytes
+    pages = left // page_bytes - 1
+    if pages < 1:
+        least = (seqs + 1) * slot_bytes + 2 * page_bytes
+        raise ConfigError(
+            f"kv_memory={budget} bytes hold no page beside the state of {seqs} sequences; "
+            f"give at least {least} bytes, or lower max_num_seqs"
+        )
+    useful = seqs * spec.num_pages(max_model_len, settings.page_size)
+    return PoolSizes(min(pages, useful) + 1, seqs + 1)
+
+
+def parse_bytes(amount: int | str | None) -> int | None:
+    """A number of bytes, or text with a unit: "500MB", "2GiB", "1.5g". Raises ConfigError."""
+    if amount is None or (isinstance(amount, int) and not isinstance(amount, bool)):
+        if amount is not None and amount <= 0:
+            raise ConfigError(f"kv_memory={amount} must be above 0 bytes")
+        return amount
+    match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    if match is None:
+        raise ConfigError(f"kv_memory={amount!r} is no amount of bytes; write 500MB or 2GiB, say")
+    return parse_bytes(int(float(match.group(1)) * _UNITS[match.group(2).lower()]))
+
+
+def available_memory() -> int:
+    """Bytes of memory that are free, or 4 GiB where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return 4 * 2**30

@@ -1,0 +1,253 @@
+"""The engine's state: pages of global KV, window rings and recurrent slots, behind the models' handles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yocolm.models.base import KV, Batch
+from yocolm.models.spec import ModelSpec, Store
+from yocolm.ops.block_attention import (
+    KeySource,
+    Pairs,
+    RowBlocks,
+    attend_blocks,
+    cut_rows,
+    page_pairs,
+    ring_pairs,
+    token_pairs,
+)
+from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.retention import retention_chunkwise, retention_step
+
+RETENTION_CHUNK = 128
+TOKEN_BLOCK = 64  # a step's own tokens meet window queries in blocks of so many
+
+
+def _row_groups(batch: Batch) -> list[RowBlocks]:
+    return batch.memo("rows", lambda: cut_rows(batch.cu_seqlens, batch.positions))
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Handle on one global KV: k, v [pages, kv heads, page size, head size]. Read in place."""
+
+    k: Tensor
+    v: Tensor
+
+    def attend(
+        self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
+    ) -> Tensor:
+        size = self.k.shape[2]
+        pairs = batch.memo(
+            ("pages", size),
+            lambda: [page_pairs(rows, batch.block_table, size) for rows in _row_groups(batch)],
+        )
+        groups = [
+            (rows, [KeySource(self.k, self.v, p)])
+            for rows, p in zip(_row_groups(batch), pairs, strict=True)
+        ]
+        return attend_blocks(q, groups, scale, 0, softcap)
+
+
+@dataclass(frozen=True)
+class WindowKV:
+    """Handle on one window: the old ring and this step's keys and values, uncommitted."""
+
+    k_ring: Tensor  # [slots, kv heads, window, head size]
+    v_ring: Tensor
+    k: Tensor  # [T, kv heads, head size]
+    v: Tensor
+    written: Batch
+
+    def attend(
+        self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
+    ) -> Tensor:
+        window = self.k_ring.shape[2]
+        blocks = _token_blocks(self.written)
+        k, v = (blocks.spread(x).transpose(1, 2) for x in (self.k, self.v))
+        starts = _starts(self.written)
+
+        def plan() -> list[tuple[Pairs, Pairs]]:
+            return [
+                (
+                    ring_pairs(rows, batch.slots, starts, window),
+                    token_pairs(rows, blocks, starts, window),
+                )
+                for rows in _row_groups(batch)
+            ]
+
+        pairs = batch.memo(("window", window), plan)
+        groups = [
+            (rows, [KeySource(self.k_ring, self.v_ring, old), KeySource(k, v, new)])
+            for rows, (old, new) in zip(_row_groups(batch), pairs, strict=True)
+        ]
+        return attend_blocks(q, groups, scale, window, softcap)
+
+    def commit(self) -> None:
+        """Move the last tokens of the step into the ring."""
+        window = self.k_ring.shape[2]
+        batch = self.written
+        token, slot, place = batch.memo(("ring", window), lambda: _ring_places(batch, window))
+        self.k_ring[slot, :, place] = self.k[token]
+        self.v_ring[slot, :, place] = self.v[token]
+
+
+def _starts(batch: Batch) -> Tensor:
+    """Position of each sequence's first token of the step, [S]."""
+    return batch.memo("starts", lambda: batch.kv_lens - batch.cu_seqlens.diff())
+
+
+def _token_blocks(batch: Batch) -> Blocks:
+    size = min(TOKEN_BLOCK, max(1, *batch.lengths))
+    return batch.memo("tokens", lambda: cut_blocks(batch.lengths, size, batch.tokens.device))
+
+
+def _ring_places(batch: Batch, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that a ring keeps of a step, with their slots and places."""
+    kept = batch.positions >= batch.kv_lens[batch.seq_ids] - window
+    token = torch.nonzero(kept).squeeze(1)
+    return token, batch.slots[batch.seq_ids[token]], batch.positions[token] % window
+
+
+class PagedState:
+    """Pools for many sequences at once. Number 0 of pages and slots is scratch.
+
+    Pools are not filled in advance: a page is cleared when its first token is written, a slot when a
+    sequence starts in it, so memory that is never used is never touched.
+
+    Args:
+        spec: what the model stores.
+        num_pages, page_size: pages of global KV, shared by all its stores.
+        num_slots: places for constant-size state.
+        dtype: of keys and values; recurrent state is float32 (float64 beside float64).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.page_size = page_size
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def pool(store: Store, count: int, length: int) -> tuple[Tensor, Tensor]:
+            shape = (count, store.num_heads, length)
+            return (
+                torch.empty(*shape, store.k_dim, dtype=dtype, device=device),
+                torch.empty(*shape, store.v_dim, dtype=dtype, device=device),
+            )
+
+        self.pages = [pool(store, num_pages, page_size) for store in spec.global_stores]
+        self.rings = [pool(store, num_slots, store.window) for store in spec.window_stores]
+        self.recurrent = [
+            torch.empty(
+                num_slots, store.num_heads, store.k_dim, store.v_dim, dtype=wide, device=device
+            )
+            for store in spec.recurrent_stores
+        ]
+        self._staged: list[WindowKV] = []
+
+    # What the models call
+
+    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
+        k_pages, v_pages = self.pages[store]
+        page, offset, fresh = batch.memo("places", lambda: self._places(batch))
+        for pages, x in ((k_pages, k), (v_pages, v)):
+            pages[fresh] = 0  # a page's last owner may have left infinities, which no mask can hide
+            pages[page, :, offset] = x.to(pages.dtype)
+        return PagedKV(k_pages, v_pages)
+
+    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
+        staged = WindowKV(*self.rings[store], k, v, batch)
+        self._staged.append(staged)
+        return staged
+
+    def retain(
+        self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
+    ) -> Tensor:
+        pool = self.recurrent[store]
+        singles = _leading_singles(batch)
+        outputs = []
+        if singles:
+            one = slice(0, singles)
+            with _SlotView(pool, batch.slots[one]) as state:
+                outputs.append(retention_step(q[one], k[one], v[one], log_decay[one], state))
+        if singles < len(batch.lengths):
+            blocks = batch.memo("chunks", lambda: _chunks(batch, singles))
+            slots = batch.slots[singles:]
+            rest = (x[singles:] for x in (q, k, v, log_decay))
+            out, final = retention_chunkwise(*rest, blocks, pool.index_select(0, slots))
+            pool.index_copy_(0, slots, final)
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def commit(self) -> None:
+        """Move the step's window tokens into their rings. The last reader has run."""
+        for staged in self._staged:
+            staged.commit()
+        self._staged.clear()
+
+    # What the runner calls
+
+    def discard(self) -> None:
+        """Forget what a failed step staged."""
+        self._staged.clear()
+
+    def clear_slots(self, slots: list[int]) -> None:
+        """Forget all constant-size state of ``slots``: new sequences start from nothing."""
+        for pool in self._slot_pools():
+            pool[slots] = 0
+
+    def copy(self, kind: str, sources: list[int], targets: list[int]) -> None:
+        """Copy pages, or slots with all their state, of a forked sequence."""
+        pools = [t for pair in self.pages for t in pair] if kind == "page" else self._slot_pools()
+        for pool in pools:
+            pool[targets] = pool[sources]
+
+    def _slot_pools(self) -> list[Tensor]:
+        return [*(t for pair in self.rings for t in pair), *self.recurrent]
+
+    def _places(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Page and offset of every token, and the pages that the step begins."""
+        page = batch.block_table[batch.seq_ids, batch.positions // self.page_size]
+        offset = batch.positions % self.page_size
+        return page, offset, page[offset == 0]
+
+
+def _leading_singles(batch: Batch) -> int:
+    """How many sequences, from the first on, have one token in this step."""
+    for index, length in enumerate(batch.lengths):
+        if length != 1:
+            return index
+    return len(batch.lengths)
+
+
+def _chunks(batch: Batch, singles: int) -> Blocks:
+    lengths = batch.lengths[singles:]
+    size = min(RETENTION_CHUNK, max(1, *lengths))
+    return cut_blocks(lengths, size, batch.tokens.device)
+
+
+class _SlotView:
+    """The states of ``slots`` to be updated: in place where they lie side by side, else by copy."""
+
+    def __init__(self, pool: Tensor, slots: Tensor) -> None:
+        self._pool, self._slots = pool, slots
+        first = int(slots[0])
+        run = torch.arange(first, first + len(slots), device=slots.device)
+        self._in_place = torch.equal(slots, run)
+        self.state = pool[first : first + len(slots)] if self._in_place else pool[slots]
+
+    def __enter__(self) -> Tensor:
+        return self.state
+
+    def __exit__(self, *error: object) -> None:
+        if not self._in_place:
+            self._pool[self._slots] = self.state

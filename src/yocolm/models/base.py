@@ -1,0 +1,155 @@
+"""What the engine and the trainer know of a model family: a batch, a state, and four methods.
+
+A model declares its state. From the last write of state on everything is a reader, and readers run
+only on the rows that somebody needs. Shape letters: T tokens, S sequences, R rows, D hidden size,
+H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's work, passed explicitly. Per-token fields follow the rows once they are selected.
+
+    tokens, positions, seq_ids: [T] int64. ``positions`` count within the sequence.
+    cu_seqlens: [S + 1] int64, where each sequence's tokens start.
+    rows: [R] int64, ascending: the tokens whose output somebody needs.
+    slots: [S] int64, places in the constant-size pools.
+    kv_lens: [S] int64, tokens of each sequence in the global KV once this step is written.
+    block_table: [S, pages] int64.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    seq_ids: Tensor
+    cu_seqlens: Tensor
+    rows: Tensor
+    slots: Tensor
+    kv_lens: Tensor
+    block_table: Tensor
+    _memo: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    @classmethod
+    def packed(
+        cls,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        rows: Tensor | None = None,
+    ) -> Batch:
+        """Whole sequences of ``lengths`` tokens, one after another in ``tokens`` [T], from position 0."""
+        lens = torch.tensor(lengths, dtype=torch.int64)
+        if int(lens.sum()) != tokens.shape[0]:
+            raise ValueError(
+                f"lengths sum to {int(lens.sum())}, but there are {len(tokens)} tokens"
+            )
+        device = tokens.device
+        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
+        seq_ids = torch.repeat_interleave(torch.arange(len(lens)), lens)
+        positions = torch.arange(len(tokens)) - cu_seqlens[seq_ids]
+        return cls(
+            tokens=tokens.long(),
+            positions=positions.to(device),
+            seq_ids=seq_ids.to(device),
+            cu_seqlens=cu_seqlens.to(device),
+            rows=torch.arange(len(tokens), device=device) if rows is None else rows,
+            slots=torch.arange(len(lens), device=device),
+            kv_lens=lens.to(device),
+            block_table=torch.empty(len(lens), 0, dtype=torch.int64, device=device),
+        )
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens (after a selection: rows) of each sequence, on the host."""
+        return self.cu_seqlens.diff().tolist()
+
+    def memo(self, key: Any, build: Callable[[], Plan]) -> Plan:
+        """Work out an index plan once a batch: layers ask for the same one again and again."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def select_rows(self, x: Tensor) -> tuple[Tensor, Batch]:
+        """Keep the needed rows of ``x`` [T, D] and of every per-token field.
+
+        ``cu_seqlens`` becomes row offsets; sequences without rows stay, empty. With all rows needed,
+        the very same tensors come back.
+        """
+        if len(self.rows) == len(self.tokens):
+            return x, self
+        seq_ids = self.seq_ids[self.rows]
+        selected = replace(
+            self,
+            tokens=self.tokens[self.rows],
+            positions=self.positions[self.rows],
+            seq_ids=seq_ids,
+            cu_seqlens=torch.searchsorted(self.rows, self.cu_seqlens),
+            rows=torch.arange(len(self.rows), device=self.rows.device),
+        )
+        return x.index_select(0, self.rows), selected
+
+
+class KV(Protocol):
+    """A handle on written keys and values. Readers call ``attend``; nobody can write through it."""
+
+    def attend(
+        self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
+    ) -> Tensor:
+        """Attention of ``q`` [R, H, K] for the rows of ``batch``. Returns [R, H, V] in q's dtype."""
+        ...
+
+
+class State(Protocol):
+    """All that a forward pass remembers; ``store`` numbers the stores of one kind in layer order."""
+
+    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
+        """Write this step's k, v [T, kv heads, head size] to a growing store and return its handle."""
+        ...
+
+    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
+        """Stage this step's k, v; the handle sees each row's last ``window`` tokens, itself included."""
+        ...
+
+    def retain(
+        self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
+    ) -> Tensor:
+        """Run gated retention from the stored state on, and store the state it ends in."""
+        ...
+
+    def commit(self) -> None:
+        """Make staged changes current; called when the last reader has run."""
+        ...
+
+
+class CausalLM(Protocol):
+    """All the engine knows of a family."""
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Embeddings of the batch's tokens, [T, D]."""
+        ...
+
+    def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, KV]:
+        """First half, for every token: returns [T, D] and the handle that the second half reads."""
+        ...
+
+    def read(self, x: Tensor, kv: KV, batch: Batch) -> Tensor:
+        """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] to [R, V]; call it in blocks of rows, never for a whole long prompt."""
+        ...
+
+    def parameters(self) -> Any:
+        """The module's parameters, as in ``torch.nn.Module``."""
+        ...

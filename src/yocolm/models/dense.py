@@ -1,0 +1,85 @@
+"""State for whole packed sequences: differentiable, nothing kept. Training and evaluation use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yocolm.models.base import KV, Batch
+from yocolm.ops.attention import causal_attention, window_attention
+from yocolm.ops.block_attention import (
+    KeySource,
+    attend_blocks,
+    cut_rows,
+    token_pairs,
+)
+from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.retention import retention_chunkwise
+
+KEY_BLOCK = 64  # tokens a key block where rows are few or capped
+
+
+@dataclass(frozen=True)
+class DenseKV:
+    """Keys and values [T, kv heads, head size] of a whole batch; ``window`` 0 sees everything."""
+
+    k: Tensor
+    v: Tensor
+    written: Batch
+    window: int = 0
+
+    def attend(
+        self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
+    ) -> Tensor:
+        lengths = self.written.lengths
+        if len(q) < len(self.k) or softcap:
+            return self._attend_rows(q, batch, scale, softcap)
+        if self.window:
+            return window_attention(q, self.k, self.v, lengths, self.window, scale)
+        return causal_attention(q, self.k, self.v, lengths, scale)
+
+    def _attend_rows(self, q: Tensor, batch: Batch, scale: float | None, softcap: float) -> Tensor:
+        """Any rows: the fused kernel has neither a soft cap nor rows in the middle."""
+        blocks = cut_chunks(self.written, KEY_BLOCK)
+        k, v = (blocks.spread(x).transpose(1, 2) for x in (self.k, self.v))
+        starts = torch.zeros_like(self.written.kv_lens)
+        groups = [
+            (rows, [KeySource(k, v, token_pairs(rows, blocks, starts, self.window))])
+            for rows in cut_rows(batch.cu_seqlens, batch.positions)
+        ]
+        return attend_blocks(q, groups, scale, self.window, softcap)
+
+
+class DenseState:
+    """Whole sequences from their first token on; every forward pass starts from nothing.
+
+    Args:
+        chunk_size: retention's own, see ``ops/retention.py``.
+    """
+
+    def __init__(self, chunk_size: int = 128) -> None:
+        self.chunk_size = chunk_size
+
+    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
+        return DenseKV(k, v, batch)
+
+    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
+        return DenseKV(k, v, batch, window)
+
+    def retain(
+        self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
+    ) -> Tensor:
+        blocks = cut_chunks(batch, self.chunk_size)
+        return retention_chunkwise(q, k, v, log_decay, blocks)[0]
+
+    def commit(self) -> None:
+        pass
+
+
+def cut_chunks(batch: Batch, size: int) -> Blocks:
+    """Cut a batch's sequences into blocks of ``size`` tokens, fewer if all of them are shorter."""
+    size = min(size, max(1, *batch.lengths))
+    device = batch.tokens.device
+    return batch.memo(("chunks", size), lambda: cut_blocks(batch.lengths, size, device))

@@ -1,0 +1,118 @@
+"""Attention over packed whole sequences, and the reference that every form is compared with.
+
+All functions take grouped-query heads: q has H heads, k and v have G of them, H a multiple of G; query
+head ``h`` reads key head ``h // (H / G)``. Softmax is in float32 or wider. No form builds a T x T mask or
+score matrix, except the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from yocolm.ops.blocks import cut_blocks
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_where: tuple[Tensor, Tensor],
+    kv_where: tuple[Tensor, Tensor],
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Plain attention in float64 for any rows and keys.
+
+    q is [R, H, K], k [N, G, K], v [N, G, V]. ``q_where`` and ``kv_where`` are (sequence, position) pairs of
+    int64 vectors. A row sees the keys of its sequence at positions up to its own and, with a window, at
+    most ``window`` of them, itself included. Returns [R, H, V] in q's dtype.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = torch.einsum("rhk,nhk->hrn", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    gap = q_where[1][:, None] - kv_where[1][None, :]
+    seen = (q_where[0][:, None] == kv_where[0][None, :]) & (gap >= 0)
+    if window:
+        seen &= gap < window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hrn,nhv->rhv", weights, v).to(q.dtype)
+
+
+def _heads_first(x: Tensor, heads: int) -> Tensor:
+    """[B, L, G, K] to [B, heads, L, K], key heads repeated for their queries.
+
+    The fused CPU kernel of PyTorch 2.13 takes no grouped heads: it would fall back to a T x T matrix.
+    """
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None = None
+) -> Tensor:
+    """Causal attention of whole packed sequences; differentiable, linear memory.
+
+    q is [T, H, K], k [T, G, K], v [T, G, V], sequences of ``lengths`` tokens one after another. Uneven
+    sequences are padded to the longest, behind their end, where causality hides the padding.
+    """
+    longest = max(lengths, default=0)
+    if longest == 0:
+        return v.new_zeros(0, q.shape[1], v.shape[2])
+    even = all(length == longest for length in lengths)
+    if even:
+        q, k, v = (x.unflatten(0, (-1, longest)) for x in (q, k, v))
+        blocks = None
+    else:
+        blocks = cut_blocks(lengths, longest, q.device)
+        q, k, v = (blocks.spread(x) for x in (q, k, v))
+    heads = q.shape[2]
+    q, k, v = (_heads_first(x, heads) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    return out.flatten(0, 1) if blocks is None else blocks.pack(out)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int, scale: float | None = None
+) -> Tensor:
+    """Sliding-window attention of whole packed sequences; differentiable, linear memory.
+
+    Arguments as in ``causal_attention``. Sequences are cut into blocks of ``window`` tokens; the queries
+    of a block need its own keys and those of the block before. Work and memory are O(T * window).
+    """
+    if max(lengths, default=0) <= window:
+        return causal_attention(q, k, v, lengths, scale)
+    blocks = cut_blocks(lengths, window, q.device)
+    heads = q.shape[1]
+    qb, kb, vb = (_heads_first(blocks.spread(x), heads) for x in (q, k, v))
+    first = blocks.level_sizes[0]
+    out_first = F.scaled_dot_product_attention(
+        qb[:first], kb[:first], vb[:first], is_causal=True, scale=scale
+    )
+    previous = torch.cat(
+        [
+            torch.arange(start, start + size, device=q.device)
+            for start, size in _previous_levels(blocks.level_sizes)
+        ]
+    )
+    gap = torch.arange(window, 2 * window)[:, None] - torch.arange(2 * window)[None, :]
+    band = ((gap >= 0) & (gap < window)).to(q.device)
+    out_rest = F.scaled_dot_product_attention(
+        qb[first:],
+        torch.cat((kb.index_select(0, previous), kb[first:]), dim=2),
+        torch.cat((vb.index_select(0, previous), vb[first:]), dim=2),
+        attn_mask=band,
+        scale=scale,
+    )
+    return blocks.pack(torch.cat((out_first, out_rest)).transpose(1, 2))
+
+
+def _previous_levels(level_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """For each level but the first: where the level before starts, and how many of it go on."""
+    starts = [sum(level_sizes[:level]) for level in range(len(level_sizes))]
+    return list(zip(starts[:-1], level_sizes[1:], strict=True))

@@ -1,0 +1,1 @@
+"""Training: data, loop and checkpoints. Uses the models, never the engine."""

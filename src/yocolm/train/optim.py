@@ -1,0 +1,73 @@
+"""Optimisers, their parameter groups and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from yocolm.train.settings import OptimSettings
+
+
+def learning_rate_factor(step: int, s: OptimSettings) -> float:
+    """Factor on the highest learning rate at ``step`` (0-based): linear warmup, then the schedule."""
+    if step < s.warmup_steps:
+        return (step + 1) / s.warmup_steps
+    progress = (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)
+    if s.schedule == "constant":
+        return 1.0
+    if s.schedule == "wsd":  # warmup, stable, decay (arXiv 2404.06395)
+        fall = max(0.0, (progress - (1 - s.decay_fraction)) / s.decay_fraction)
+        return 1.0 - (1.0 - s.final_ratio) * min(1.0, fall)
+    if s.schedule == "linear":
+        return 1.0 - (1.0 - s.final_ratio) * min(1.0, progress)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return s.final_ratio + (1.0 - s.final_ratio) * cosine
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and not name.startswith(("embed_tokens.", "lm_head."))
+
+
+def build_optimizers(model: nn.Module, s: OptimSettings) -> list[torch.optim.Optimizer]:
+    """AdamW over everything, or Muon for hidden matrices beside it. Only matrices decay.
+
+    Muon: Jordan et al. 2024, with the update scaled to AdamW's size (arXiv 2502.16982), so that one
+    learning rate serves both. Every group keeps its highest learning rate in ``peak_lr``.
+    """
+    named = list(model.named_parameters())
+    by_muon = [p for n, p in named if s.optimizer == "muon" and _is_hidden_matrix(n, p)]
+    rest = [p for n, p in named if not (s.optimizer == "muon" and _is_hidden_matrix(n, p))]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": s.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=s.learning_rate,
+            betas=(s.beta1, s.beta2),
+            eps=s.eps,
+            fused=True,
+        )
+    ]
+    if by_muon:
+        lr = s.matrix_learning_rate or s.learning_rate
+        optimizers.append(
+            torch.optim.Muon(
+                by_muon, lr=lr, weight_decay=s.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
+    """Scale every group's highest learning rate by ``factor``; return the first group's."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return optimizers[0].param_groups[0]["lr"]
