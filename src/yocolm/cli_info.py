@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.model)
     context = arguments.context or config.max_position_embeddings
     work = Workload(context, arguments.batch, _DTYPE_BYTES[arguments.kv_dtype])
-    columns = {arguments.model: describe(config, work)}
+    name = arguments.model
+    columns = {name if len(name) < 20 else "..." + name[-16:]: describe(config, work)}
     if isinstance(config, YocoConfig):
         columns["Transformer twin"] = describe(llama_twin(config), work)
     if arguments.json:
