@@ -1,7 +1,5 @@
 """The engine reproduces the references whatever the size of the prompt's chunks."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -12,10 +10,13 @@ from yocolm import LLM, SamplingParams
 CHUNKS = (1, 7, 64, 128, 256, 300)
 
 
-@cache
 def engine(name: str, chunk: int) -> LLM:
     return LLM(
-        str(DATA / name), dtype="float32", max_num_batched_tokens=chunk, skip_tokenizer_init=True
+        str(DATA / name),
+        dtype="float32",
+        max_num_batched_tokens=chunk,
+        kv_memory="16MiB",
+        skip_tokenizer_init=True,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from references import ALL, DATA, NATIVE
 from yocolm.errors import CheckpointError
 from yocolm.models.registry import build_model, load_config, load_model
+from yocolm.models.spec import model_spec
 from yocolm.models.weights import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -226,6 +227,50 @@ def test_shards_hold_everything_and_keep_the_limit(
         read |= held
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("mixer", ["gated_retention", "swa"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_option_survives_saving(tmp_path: Path, mixer: str, tied: bool) -> None:
+    """Biases in both halves, query norms, grouped heads, an uneven split."""
+    fields = {
+        "model_type": "yoco",
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_self_decoder_layers": 1,
+        "intermediate_size": 24,
+        "tie_word_embeddings": tied,
+        "self_decoder_attn": {
+            "type": mixer,
+            "num_heads": 4,
+            "num_v_heads": 2,
+            "window_size": 9,
+            "qkv_bias": True,
+        },
+        "cross_decoder_attn": {
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "qkv_bias": True,
+            "qk_norm": True,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model, config = load_model(f"random:{tmp_path}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    save_weights(model, tmp_path)
+    saved = load_file(tmp_path / SINGLE_FILE)
+    assert ("lm_head.weight" in saved) != tied
+    assert saved["model.cross_layers.2.attn.q_norm.weight"].shape == (4,)
+    assert saved["model.shared_kv_builder.v_proj.bias"].shape == (8,)
+    assert ("model.self_layers.0.attn.k_proj.bias" in saved) == (mixer == "swa")
+    loaded, again = load_model(tmp_path)
+    assert again == config
+    assert model_spec(config).num_params == sum(p.numel() for p in loaded.parameters())
+    for ours, theirs in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_tensors_go_straight_into_the_parameters() -> None:
