@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence as Series
+from collections.abc import Mapping
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,8 +112,9 @@ class Engine:
         now = time.monotonic() if arrival_time is None else arrival_time
         request = Request(request_id, ids, params, now, self.eos_token_ids, text)
         self.scheduler.add(request)
+        scores: PromptLogprobs = [None] * len(ids)
         scored = params.prompt_logprobs is not None
-        self._answers[request_id] = _Answer(request, [None] * len(ids) if scored else None)
+        self._answers[request_id] = _Answer(request, scores if scored else None)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request; what it has so far comes back. None if it is unknown or done."""

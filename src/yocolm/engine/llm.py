@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence as Series
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Series
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
@@ -209,8 +210,8 @@ class Runner:
         if score is not None:
             output.sample_scores.append(score)
 
-    def _ints(self, values: object) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)  # type: ignore[call-overload]
+    def _ints(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
 
 def _slot(seq: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""The engine's state: pages of global KV, window rings and recurrent slots, behind the models' handles."""
+"""The engine's state: pages of global KV, window rings, recurrent slots, behind models' handles."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _ring_places(batch: Batch, window: int) -> tuple[Tensor, Tensor, Tensor]:
 class PagedState:
     """Pools for many sequences at once. Number 0 of pages and slots is scratch.
 
-    Pools are not filled in advance: a page is cleared when its first token is written, a slot when a
-    sequence starts in it, so memory that is never used is never touched.
+    Pools are not filled in advance: a page is cleared when its first token is written, a slot when
+    a sequence starts in it, so memory that is never used is never touched.
 
     Args:
         spec: what the model stores.
@@ -182,8 +182,10 @@ class PagedState:
         if singles < len(batch.lengths):
             blocks = batch.memo("chunks", lambda: _chunks(batch, singles))
             slots = batch.slots[singles:]
-            rest = (x[singles:] for x in (q, k, v, log_decay))
-            out, final = retention_chunkwise(*rest, blocks, pool.index_select(0, slots))
+            rest = slice(singles, None)
+            out, final = retention_chunkwise(
+                q[rest], k[rest], v[rest], log_decay[rest], blocks, pool.index_select(0, slots)
+            )
             pool.index_copy_(0, slots, final)
             outputs.append(out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

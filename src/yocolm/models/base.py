@@ -47,7 +47,7 @@ class Batch:
         lengths: Sequence[int],
         rows: Tensor | None = None,
     ) -> Batch:
-        """Whole sequences of ``lengths`` tokens, one after another in ``tokens`` [T], from position 0."""
+        """Whole sequences of ``lengths`` tokens from position 0, back to back in ``tokens`` [T]."""
         lens = torch.tensor(lengths, dtype=torch.int64)
         if int(lens.sum()) != tokens.shape[0]:
             raise ValueError(
@@ -82,8 +82,8 @@ class Batch:
     def select_rows(self, x: Tensor) -> tuple[Tensor, Batch]:
         """Keep the needed rows of ``x`` [T, D] and of every per-token field.
 
-        ``cu_seqlens`` becomes row offsets; sequences without rows stay, empty. With all rows needed,
-        the very same tensors come back.
+        ``cu_seqlens`` becomes row offsets; sequences without rows stay, empty. With all rows
+        needed, the very same tensors come back.
         """
         if len(self.rows) == len(self.tokens):
             return x, self
@@ -105,19 +105,19 @@ class KV(Protocol):
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
-        """Attention of ``q`` [R, H, K] for the rows of ``batch``. Returns [R, H, V] in q's dtype."""
+        """Attention of ``q`` [R, H, K] for the batch's rows. Returns [R, H, V] in q's dtype."""
         ...
 
 
 class State(Protocol):
-    """All that a forward pass remembers; ``store`` numbers the stores of one kind in layer order."""
+    """All that a forward pass remembers; ``store`` numbers those of one kind in layer order."""
 
     def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
-        """Write this step's k, v [T, kv heads, head size] to a growing store and return its handle."""
+        """Write a step's k, v [T, kv heads, head size] to a growing store; return its handle."""
         ...
 
     def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
-        """Stage this step's k, v; the handle sees each row's last ``window`` tokens, itself included."""
+        """Stage a step's k, v; the handle sees each row's last ``window`` tokens, it included."""
         ...
 
     def retain(

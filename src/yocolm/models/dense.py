@@ -1,4 +1,4 @@
-"""State for whole packed sequences: differentiable, nothing kept. Training and evaluation use it."""
+"""State for whole packed sequences: differentiable, nothing kept. For training and evaluation."""
 
 from __future__ import annotations
 

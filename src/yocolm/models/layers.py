@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yocolm.config import RopeConfig
-from yocolm.models.base import KV, Batch, State
+from yocolm.models.base import Batch, State
 from yocolm.ops.norm import rms_norm
 from yocolm.ops.rope import Rotation, rotate, rotation
 

@@ -1,11 +1,13 @@
 """Llama-style Transformer with grouped-query attention: the twin that every comparison needs.
 
-Every layer owns a global KV. By "select at the last write" the last layer computes keys and values of all
-tokens, and its queries, attention and MLP for the needed rows only. Tensor names are transformers', up to
-the stacking of projections of one input (``models/weights.py``).
+Every layer owns a global KV. By "select at the last write" the last layer computes keys and values
+of all tokens, and its queries, attention and MLP for the needed rows only. Tensor names are
+transformers', up to the stacking of projections of one input (``models/weights.py``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -111,9 +113,8 @@ class Llama(nn.Module):
         assert isinstance(last, DecoderLayer)
         return last
 
-    def _run(self, part: object, *args: object) -> Tensor:
-        """Call a layer or a half of one, recomputing its activations in the backward pass if so set."""
-        assert callable(part)
+    def _run(self, part: Callable[..., Tensor], *args: object) -> Tensor:
+        """Call a layer or half of one, recomputing activations in the backward pass if so set."""
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(part, *args, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(part, *args, use_reentrant=False)
         return part(*args)

@@ -1,7 +1,7 @@
 """YOCO, the decoder-decoder of "You Only Cache Once" (Sun et al., arXiv 2405.05254).
 
-The self-decoder (gated retention, or sliding-window attention) keeps state of constant size. Its output
-is projected once into the global KV, which the cross-decoder's layers only read::
+The self-decoder (gated retention, or sliding-window attention) keeps state of constant size. Its
+output is projected once into the global KV, which the cross-decoder's layers only read::
 
     tokens -> self-decoder -> global KV            every token
                     |             |
@@ -150,7 +150,7 @@ class Yoco(nn.Module):
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
 
     def init_weights(self, seed: int) -> None:
-        """Seeded random weights. Embeddings start at ``1 / sqrt(D)``, so that scaled they are of unit size."""
+        """Seeded random weights; embeddings too have std ``initializer_range``, before scaling."""
         init_weights(self, self.config.initializer_range, self.config.num_layers, seed)
 
     def forward(self, batch: Batch, state: State) -> Tensor:
@@ -192,5 +192,5 @@ class Yoco(nn.Module):
     def _run(self, layer: nn.Module, *args: object) -> Tensor:
         """Call a layer, recomputing its activations in the backward pass if so set."""
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(layer, *args, use_reentrant=False)
         return layer(*args)

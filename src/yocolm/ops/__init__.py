@@ -1,1 +1,1 @@
-"""Tensor operations, reference and fast forms side by side. They import torch, nothing of yocolm."""
+"""Tensor operations, reference and fast forms side by side. They import torch, not yocolm."""

@@ -1,8 +1,8 @@
 """Attention over packed whole sequences, and the reference that every form is compared with.
 
-All functions take grouped-query heads: q has H heads, k and v have G of them, H a multiple of G; query
-head ``h`` reads key head ``h // (H / G)``. Softmax is in float32 or wider. No form builds a T x T mask or
-score matrix, except the reference.
+All functions take grouped-query heads: q has H heads, k and v have G of them, H a multiple of G;
+query head ``h`` reads key head ``h // (H / G)``. Softmax is in float32 or wider. No form
+builds a T x T mask or score matrix, except the reference.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def attention_reference(
 ) -> Tensor:
     """Plain attention in float64 for any rows and keys.
 
-    q is [R, H, K], k [N, G, K], v [N, G, V]. ``q_where`` and ``kv_where`` are (sequence, position) pairs of
-    int64 vectors. A row sees the keys of its sequence at positions up to its own and, with a window, at
-    most ``window`` of them, itself included. Returns [R, H, V] in q's dtype.
+    q is [R, H, K], k [N, G, K], v [N, G, V]. ``q_where`` and ``kv_where`` are (sequence, position)
+    pairs of int64 vectors. A row sees the keys of its sequence at positions up to its own and, with
+    a window, at most ``window`` of them, itself included. Returns [R, H, V] in q's dtype.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeat, dim=1) for x in (k, v))
     scores = torch.einsum("rhk,nhk->hrn", q.double(), k) * scale
@@ -47,7 +47,7 @@ def attention_reference(
 def _heads_first(x: Tensor, heads: int) -> Tensor:
     """[B, L, G, K] to [B, heads, L, K], key heads repeated for their queries.
 
-    The fused CPU kernel of PyTorch 2.13 takes no grouped heads: it would fall back to a T x T matrix.
+    The fused CPU kernel of PyTorch 2.13 takes no grouped heads: it would build a T x T matrix.
     """
     x = x.transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -58,8 +58,8 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention of whole packed sequences; differentiable, linear memory.
 
-    q is [T, H, K], k [T, G, K], v [T, G, V], sequences of ``lengths`` tokens one after another. Uneven
-    sequences are padded to the longest, behind their end, where causality hides the padding.
+    q is [T, H, K], k [T, G, K], v [T, G, V], sequences of ``lengths`` tokens one after another.
+    Uneven sequences are padded to the longest, behind their end, where causality hides the padding.
     """
     longest = max(lengths, default=0)
     if longest == 0:
@@ -82,8 +82,9 @@ def window_attention(
 ) -> Tensor:
     """Sliding-window attention of whole packed sequences; differentiable, linear memory.
 
-    Arguments as in ``causal_attention``. Sequences are cut into blocks of ``window`` tokens; the queries
-    of a block need its own keys and those of the block before. Work and memory are O(T * window).
+    Arguments as in ``causal_attention``. Sequences are cut into blocks of ``window`` tokens; the
+    queries of a block need its own keys and those of the block before. Work and memory are
+    O(T * window).
     """
     if max(lengths, default=0) <= window:
         return causal_attention(q, k, v, lengths, scale)

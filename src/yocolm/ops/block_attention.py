@@ -1,10 +1,10 @@
 """Attention of any rows over keys that lie in blocks: pages, window rings, or a step's own tokens.
 
-Rows are grouped into row blocks and keys into key blocks; a list of (row block, key block) pairs says what
-meets what. Pairs are multiplied in tiles of bounded size and merged with the running softmax of
-flash-decoding, so that nothing of the size rows x keys exists and ragged batches need no loop over
-sequences. Where a tile's key blocks lie one after another, as pages mostly do, they are used in place;
-otherwise one tile at a time is collected, never a whole KV.
+Rows are grouped into row blocks and keys into key blocks; a list of (row block, key block) pairs
+says what meets what. Pairs are multiplied in tiles of bounded size and merged with the running
+softmax of flash-decoding, so that nothing of the size rows x keys exists and ragged batches need no
+loop over sequences. Where a tile's key blocks lie one after another, as pages mostly do, they are
+used in place; otherwise one tile at a time is collected, never a whole KV.
 
 Shapes: R rows, H query heads, G key heads, NB row blocks of B rows, P pairs, L keys a key block.
 """
@@ -46,7 +46,7 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What meets what: ``row_block`` [P], ``key_block`` [P] and the keys' positions [P, L], -1 for none."""
+    """What meets what: ``row_block``, ``key_block`` [P]; keys' positions [P, L], -1 for none."""
 
     row_block: Tensor
     key_block: Tensor
@@ -63,8 +63,9 @@ class KeySource:
 
 
 def cut_rows(cu_seqlens: Tensor, positions: Tensor) -> list[RowBlocks]:
-    """Group rows by sequence: ``cu_seqlens`` [S + 1] are row offsets, ``positions`` [R] ascend within each.
+    """Group rows by sequence.
 
+    ``cu_seqlens`` [S + 1] are row offsets; ``positions`` [R] ascend within each sequence.
     Sequences with a single row (decodes) come in blocks of one, the others in blocks of up to
     ``ROW_BLOCK``: one group for each of the two kinds that occurs.
     """
@@ -149,11 +150,11 @@ def attend_blocks(
 ) -> Tensor:
     """Attention of q [R, H, K], each group of row blocks over its sources together; differentiable.
 
-    A row sees the keys of its pairs at positions 0 up to its own and, with a window, at most ``window``
-    of them, itself included. Every row belongs to one group. Softmax is float32 (float64 for float64).
-    Returns [R, H, V] in q's dtype.
+    A row sees the keys of its pairs at positions 0 up to its own and, with a window, at most
+    ``window`` of them, itself included. Every row belongs to one group. Softmax is float32 (float64
+    for float64). Returns [R, H, V] in q's dtype.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     value_dim = groups[0][1][0].v.shape[-1]
     out = q.new_empty(q.shape[0], q.shape[1], value_dim)
     for rows, sources in groups:
@@ -173,15 +174,16 @@ def _attend_group(
 ) -> Tensor:
     """One group's rows, padding included: [NB * B, H, V]."""
     size = rows.index.shape[1]
-    folded = _fold_rows(q, rows, sources[0].k.shape[1])  # [NB, G, (H / G) * B, K]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    folded = _fold_rows(q, rows, sources[0].k.shape[1]).to(wide) * scale  # [NB, G, (H/G) * B, K]
     merged = _Merge(folded, sources[0].v.shape[-1])
     for source in sources:
         for tile in _tiles(source, folded.shape[2]):
             row_block = source.pairs.row_block[tile]
             k = _key_tile(source.k, source.pairs.key_block[tile])
             v = _key_tile(source.v, source.pairs.key_block[tile])
-            scores = torch.matmul(folded[row_block], k.transpose(-1, -2))
-            scores = scores.to(merged.peak.dtype) * scale
+            # A bfloat16 product would round the scores, and the softmax with them, to 8 bits.
+            scores = torch.matmul(folded[row_block], k.to(wide).transpose(-1, -2))
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             unseen = _unseen(rows.positions[row_block], source.pairs.key_positions[tile], window)
@@ -224,17 +226,16 @@ def _fold_rows(q: Tensor, rows: RowBlocks, groups: int) -> Tensor:
 
 
 class _Merge:
-    """Running softmax over key blocks: highest score, sum of weights and weighted values of each row."""
+    """Running softmax over key blocks: a row's highest score, sum of weights, weighted values."""
 
     def __init__(self, folded: Tensor, value_dim: int) -> None:
-        wide = torch.float64 if folded.dtype == torch.float64 else torch.float32
-        shape, device = folded.shape[:3], folded.device
-        self.peak = torch.full(shape, _LOWEST, dtype=wide, device=device)
-        self.total = torch.zeros(shape, dtype=wide, device=device)
-        self.values = torch.zeros(*shape, value_dim, dtype=wide, device=device)
+        shape = folded.shape[:3]
+        self.peak = folded.new_full(shape, _LOWEST)
+        self.total = folded.new_zeros(shape)
+        self.values = folded.new_zeros(*shape, value_dim)
 
     def add(self, row_block: Tensor, scores: Tensor, v: Tensor) -> None:
-        """Merge one tile: ``scores`` [n, G, rows, L], -inf where unseen, and values [n, G, L, V]."""
+        """Merge a tile: ``scores`` [n, G, rows, L], -inf where unseen, and values [n, G, L, V]."""
         peak = scores.detach().amax(-1).clamp_(min=_LOWEST)
         weights = (scores - peak.unsqueeze(-1)).exp()
         values = torch.matmul(weights.to(v.dtype), v).to(self.values.dtype)

@@ -1,4 +1,4 @@
-"""Cutting packed sequences into equal blocks, so that ragged batches become plain batched tensors."""
+"""Packed sequences cut into equal blocks, so that ragged batches become plain batched tensors."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ For one head with query, key, value ``q_t, k_t, v_t`` and decay ``d_t = exp(log_
 
     O = (scale * Q K^T * D) V,  D_ij = prod_{j < l <= i} d_l for j <= i, else 0     parallel
 
-and chunkwise: parallel within a chunk, recurrent from chunk to chunk. State, decays and products are
-float32 (float64 for float64 inputs) whatever the dtype of the inputs; log-decays are cumulated within a
-chunk only, and masked before ``exp``.
+and chunkwise: parallel within a chunk, recurrent from chunk to chunk. State, decays and products
+are float32 (float64 for float64 inputs) whatever the dtype of the inputs; log-decays are cumulated
+within a chunk only, and masked before ``exp``.
 
-Shapes: T packed tokens, S sequences, H heads, K and V head sizes; N blocks of C tokens (``chunk_size`` here
-is retention's own and has nothing to do with the chunks of a prefill).
+Shapes: T packed tokens, S sequences, H heads, K and V head sizes; N blocks of C tokens
+(``chunk_size`` here is retention's own and has nothing to do with the chunks of a prefill).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def retention_recurrent(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Reference: one token after another. Arguments and results as in ``gated_retention``."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     state = _zero_state(q, v, len(lengths)) if initial_state is None else initial_state
     wide = state.dtype
     outputs: list[Tensor] = []
@@ -68,8 +68,8 @@ def retention_recurrent(
 def retention_parallel(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Reference: the whole of one sequence [T, H, K] at once, with its T x T decay matrix. Returns [T, H, V]."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    """Reference: one sequence [T, H, K] at once, by its T x T decay matrix. Returns [T, H, V]."""
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     wide = _wide(q.dtype)
     total = log_decay.to(torch.float64).cumsum(0).T  # [H, T]
     gap = total[:, :, None] - total[:, None, :]
@@ -82,11 +82,11 @@ def retention_parallel(
 def retention_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Advance S sequences by one token each, updating ``state`` [S, H, K, V] in place (inference only).
+    """Advance S sequences by a token each, ``state`` [S, H, K, V] in place (inference only).
 
     q, k are [S, H, K], v is [S, H, V], log_decay [S, H]. Returns [S, H, V] in the dtype of ``v``.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     wide = state.dtype
     state.mul_(log_decay.to(wide).exp()[:, :, None, None])
     state.addcmul_(k.to(wide)[:, :, :, None], v.to(wide)[:, :, None, :])
@@ -94,7 +94,7 @@ def retention_step(
 
 
 class _Chunks:
-    """What forward and backward both need of one layer's blocks: [N, H, C, .] tensors in float32."""
+    """What forward and backward both need of one layer's blocks: [N, H, C, .] in float32."""
 
     def __init__(self, tensors: tuple[Tensor, ...], blocks: Blocks, scale: float) -> None:
         q, k, v, log_decay = tensors
@@ -177,7 +177,9 @@ class _ChunkwiseRetention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_out: Tensor, grad_final: Tensor
+    ) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_out.device.type, enabled=False):
             return _chunk_backward(ctx, grad_out, grad_final)
 
@@ -234,10 +236,10 @@ def retention_chunkwise(
 ) -> tuple[Tensor, Tensor]:
     """Fast form over sequences cut by ``cut_blocks(lengths, chunk_size)``; differentiable.
 
-    Arguments and results as in ``gated_retention``. Memory is linear in T: C x C scores a block, one
-    state a block, no T x T matrix.
+    Arguments and results as in ``gated_retention``. Memory is linear in T: C x C scores a block,
+    one state a block, no T x T matrix.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if initial_state is None:
         initial_state = _zero_state(q, v, len(blocks.order))
     tensors = (q, k, v, log_decay)
@@ -246,7 +248,7 @@ def retention_chunkwise(
             t.requires_grad for t in (*tensors, initial_state)
         ):
             return _chunk_forward(tensors, initial_state, blocks, scale)[:2]
-        return _ChunkwiseRetention.apply(*tensors, initial_state, blocks, scale)  # type: ignore[no-any-return]
+        return _ChunkwiseRetention.apply(*tensors, initial_state, blocks, scale)
 
 
 def gated_retention(

@@ -1,12 +1,12 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) in its two pairings and two frequency laws.
+"""Rotary position embedding (Su et al., arXiv 2104.09864): two pairings, two frequency laws.
 
 * interleaved: dimensions (2i, 2i+1) turn together (the YOCO authors' layout);
-* half-split: dimensions (i, i + D/2) turn together (Llama, and flash-linear-attention's window layers);
-* exclusive frequencies ``theta ** -(2i / D)``; inclusive ones ``theta ** -(i / (D/2 - 1))``, which reach
-  both ends of the range, as in the authors' code.
+* half-split: dimensions (i, i + D/2) turn together (Llama; flash-linear-attention's window layers);
+* exclusive frequencies ``theta ** -(2i / D)``; inclusive ones ``theta ** -(i / (D/2 - 1))``, which
+  reach both ends of the range, as in the authors' code.
 
-Angles are computed in float64 and only the finished tables are cast, so that position 1,000,000 is as
-exact as position 1.
+Angles are computed in float64 and only the finished tables are cast, so that position 1,000,000 is
+as exact as position 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rotation(
 
 
 def rotate(x: Tensor, table: Rotation) -> Tensor:
-    """Rotate ``x`` [T, H, D] by its rows' angles; computed in the table's dtype, returned in x's."""
+    """Rotate ``x`` [T, H, D] by its rows' angles, in the table's dtype; returns x's dtype."""
     wide = x.to(table.cos.dtype)
     if table.interleaved:
         pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))

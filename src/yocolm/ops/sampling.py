@@ -316,9 +316,9 @@ def gather_logprobs(
 
     logits [R, V], token_ids [R], n = min(top_n, V) ->
     logprob of the token [R] float32, its rank [R] int64 (1 = no token is more likely),
-    ids of the n likeliest tokens [R, n] int64, their logprobs [R, n] float32.
+    ids of the n likeliest tokens [R, n] int64, their logprobs [R, n] float32 (float64 for float64).
     """
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     norm = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None])
     rank = (logits > chosen).sum(dim=-1) + 1

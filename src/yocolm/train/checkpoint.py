@@ -26,7 +26,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write ``state`` as ``folder/step-N`` through a rename, then drop all but the ``keep`` newest."""
+    """Write ``state`` as ``folder/step-N`` through a rename; drop all but the ``keep`` newest."""
     target = folder / f"step-{step:07d}"
     partial = folder / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

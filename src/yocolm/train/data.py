@@ -1,4 +1,4 @@
-"""Weighted sources of text, tokenised once, drawn in an order that only a seed and counters decide."""
+"""Weighted sources of text, tokenised once, drawn in an order that a seed and counters decide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from yocolm.train.tokenizer import END_OF_TEXT
 
 
 def expand(patterns: list[str], where: str) -> list[Path]:
-    """Files that the glob ``patterns`` match, in name order. A pattern without a match is an error."""
+    """Files that the glob ``patterns`` match, in name order. A pattern must match something."""
     files: list[Path] = []
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, recursive=True))
@@ -49,7 +49,7 @@ def read_documents(path: Path, text_field: str) -> Iterator[str]:
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer, text_field: str, cache: Path) -> np.ndarray:
-    """All documents as one int32 array, each behind an end-of-text token; memory-mapped from ``cache``."""
+    """All documents as one int32 array, end-of-text before each; memory-mapped from ``cache``."""
     digest = hashlib.sha256(tokenizer.to_str().encode())
     for path in files:
         digest.update(str(path).encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -78,7 +78,7 @@ class Source:
     weight: float
 
     def window(self, draw: int, length: int, seed: int) -> np.ndarray:
-        """The ``draw``-th window of ``length + 1`` tokens; windows shift and reorder every epoch."""
+        """The ``draw``-th window of ``length + 1`` tokens; they shift and reorder every epoch."""
         per_epoch = max(1, (len(self.ids) - 1) // length - 1)
         epoch, index = divmod(draw, per_epoch)
         name_seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")

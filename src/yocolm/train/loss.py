@@ -37,7 +37,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_output: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_output.to(grad_hidden.dtype), grad_weight * grad_output, None
 
@@ -45,7 +47,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Summed cross-entropy, in nats, of ``hidden`` [N, D] against ``targets`` [N] int64.
 
-    ``weight`` is the output head [V, D]. Products run in hidden's dtype, softmax and sum in float32.
+    ``weight`` is the output head [V, D]. Products run in hidden's dtype, softmax and
+    sum in float32.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-any-return]
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets)

@@ -11,7 +11,7 @@ from yocolm.train.settings import OptimSettings
 
 
 def learning_rate_factor(step: int, s: OptimSettings) -> float:
-    """Factor on the highest learning rate at ``step`` (0-based): linear warmup, then the schedule."""
+    """Factor on the peak learning rate at ``step`` (0-based): linear warmup, then the schedule."""
     if step < s.warmup_steps:
         return (step + 1) / s.warmup_steps
     progress = (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)

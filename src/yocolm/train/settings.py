@@ -14,7 +14,7 @@ from yocolm.errors import ConfigError
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """One source of text: glob patterns of ``.txt`` or ``.jsonl`` files and its share of the draws."""
+    """A source of text: glob patterns of ``.txt`` or ``.jsonl`` files, its share of the draws."""
 
     files: list[str]
     weight: float = 1.0
@@ -163,7 +163,7 @@ def _check(s: TrainSettings) -> None:
 
 
 def parse_settings(values: Any) -> TrainSettings:
-    """Build settings from the mapping of a YAML file. Raises ConfigError naming the key at fault."""
+    """Build settings from a YAML file's mapping. Raises ConfigError naming the key at fault."""
     _expect(values, Mapping, "the configuration")
     values = dict(values)
     _expect(values.get("model"), (str, dict), "model")

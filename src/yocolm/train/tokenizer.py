@@ -11,7 +11,7 @@ END_OF_TEXT = "<|endoftext|>"  # starts every document; the only special token
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
-    """Train a lossless byte-level BPE of ``vocab_size`` tokens on ``texts`` and write it to ``path``."""
+    """Train a lossless byte-level BPE of ``vocab_size`` tokens on ``texts``, saved at ``path``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

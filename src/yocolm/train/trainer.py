@@ -35,7 +35,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ScalarWriter(Protocol):
     """What the loop needs of TensorBoard's SummaryWriter."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> Any: ...
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
@@ -70,7 +70,9 @@ def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, Mo
         }
         config = parse_config(fields)
         model = build_model(config, device="cpu", dtype=torch.float32)
-        model.init_weights(s.seed)
+        init = model.init_weights
+        assert callable(init)
+        init(s.seed)
     if config.vocab_size < tokenizer.get_vocab_size():
         raise ConfigError(
             f"the model's vocabulary has {config.vocab_size} tokens, "
@@ -125,7 +127,7 @@ class Trainer:
         return figures
 
     def train_step(self) -> tuple[float, float]:
-        """One optimiser step. Returns mean loss in nats a token and the gradient norm before clipping."""
+        """One optimiser step. Returns mean loss in nats a token, gradient norm before clipping."""
         o = self.s.train
         total = 0.0
         count = o.batch_size * o.accumulate * self.s.data.sequence_length
@@ -168,7 +170,7 @@ class Trainer:
         return figures
 
     def export(self, folder: Path, figures: dict[str, float]) -> None:
-        """Write a Hugging Face folder: weights, config, tokenizer, and the settings that made them."""
+        """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them."""
         save_weights(copy.deepcopy(self.model).to(_DTYPES[self.s.export_dtype]), folder)
         self.tokenizer.save(str(folder / "tokenizer.json"))
         end = END_OF_TEXT if self.tokenizer.token_to_id(END_OF_TEXT) is not None else None
