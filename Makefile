@@ -22,8 +22,8 @@ run: $(VENV)/runtime.stamp
 test: lint types pytest
 
 lint: $(VENV)/dev.stamp
-	$(BIN)/ruff check src tests docs recipes
-	$(BIN)/ruff format --check src tests docs recipes
+	$(BIN)/ruff check src tests docs recipes bench
+	$(BIN)/ruff format --check src tests docs recipes bench
 
 types: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -32,8 +32,8 @@ pytest: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 format: $(VENV)/dev.stamp
-	$(BIN)/ruff check --fix src tests docs recipes
-	$(BIN)/ruff format src tests docs recipes
+	$(BIN)/ruff check --fix src tests docs recipes bench
+	$(BIN)/ruff format src tests docs recipes bench
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/make_cli.py

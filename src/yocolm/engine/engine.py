@@ -143,7 +143,6 @@ class Engine:
         try:
             return self.runner.run(plan)
         except RuntimeError as error:
-            self.runner.state.discard()
             reason = f"the step failed: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
 

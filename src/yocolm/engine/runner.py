@@ -75,6 +75,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[EntryOutput]:
         """Run one step. Results are in the order of ``plan.scheduled``."""
+        self.state.discard()  # what an interrupted step may have left
         self._copy(plan)
         if not plan.scheduled:
             return []

@@ -199,7 +199,7 @@ class PagedState:
     # What the runner calls
 
     def discard(self) -> None:
-        """Forget what a failed step staged."""
+        """Forget what is staged but not committed."""
         self._staged.clear()
 
     def clear_slots(self, slots: list[int]) -> None:
