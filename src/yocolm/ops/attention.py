@@ -44,13 +44,11 @@ def attention_reference(
     return torch.einsum("hrn,nhv->rhv", weights, v).to(q.dtype)
 
 
-def _heads_first(x: Tensor, heads: int) -> Tensor:
-    """[B, L, G, K] to [B, heads, L, K], key heads repeated for their queries.
-
-    The fused CPU kernel of PyTorch 2.13 takes no grouped heads: it would build a T x T matrix.
-    """
-    x = x.transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """PyTorch's fused kernel on [B, H, L, K] and grouped [B, G, N, K]; causal without a mask."""
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
 
 
 def causal_attention(
@@ -71,9 +69,8 @@ def causal_attention(
     else:
         blocks = cut_blocks(lengths, longest, q.device)
         q, k, v = (blocks.spread(x) for x in (q, k, v))
-    heads = q.shape[2]
-    q, k, v = (_heads_first(x, heads) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = _fused(q, k, v, scale, None).transpose(1, 2)
     return out.flatten(0, 1) if blocks is None else blocks.pack(out)
 
 
@@ -89,12 +86,9 @@ def window_attention(
     if max(lengths, default=0) <= window:
         return causal_attention(q, k, v, lengths, scale)
     blocks = cut_blocks(lengths, window, q.device)
-    heads = q.shape[1]
-    qb, kb, vb = (_heads_first(blocks.spread(x), heads) for x in (q, k, v))
+    qb, kb, vb = (blocks.spread(x).transpose(1, 2) for x in (q, k, v))
     first = blocks.level_sizes[0]
-    out_first = F.scaled_dot_product_attention(
-        qb[:first], kb[:first], vb[:first], is_causal=True, scale=scale
-    )
+    out_first = _fused(qb[:first], kb[:first], vb[:first], scale, None)
     previous = torch.cat(
         [
             torch.arange(start, start + size, device=q.device)
@@ -103,12 +97,12 @@ def window_attention(
     )
     gap = torch.arange(window, 2 * window)[:, None] - torch.arange(2 * window)[None, :]
     band = ((gap >= 0) & (gap < window)).to(q.device)
-    out_rest = F.scaled_dot_product_attention(
+    out_rest = _fused(
         qb[first:],
         torch.cat((kb.index_select(0, previous), kb[first:]), dim=2),
         torch.cat((vb.index_select(0, previous), vb[first:]), dim=2),
-        attn_mask=band,
-        scale=scale,
+        scale,
+        band,
     )
     return blocks.pack(torch.cat((out_first, out_rest)).transpose(1, 2))
 
