@@ -187,8 +187,8 @@ def _attend_group(
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             unseen = _unseen(rows.positions[row_block], source.pairs.key_positions[tile], window)
-            scores = scores.unflatten(2, (-1, size)).masked_fill(unseen, float("-inf"))
-            merged.add(row_block, scores.flatten(2, 3), v)
+            scores.unflatten(2, (-1, size)).masked_fill_(unseen, float("-inf"))
+            merged.add(row_block, scores, v)
     blocks = merged.result().unflatten(2, (-1, size))  # [NB, G, H / G, B, V]
     return blocks.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
@@ -237,7 +237,7 @@ class _Merge:
     def add(self, row_block: Tensor, scores: Tensor, v: Tensor) -> None:
         """Merge a tile: ``scores`` [n, G, rows, L], -inf where unseen, and values [n, G, L, V]."""
         peak = scores.detach().amax(-1).clamp_(min=_LOWEST)
-        weights = (scores - peak.unsqueeze(-1)).exp()
+        weights = scores.sub_(peak.unsqueeze(-1)).exp_()
         values = torch.matmul(weights.to(v.dtype), v).to(self.values.dtype)
         where = row_block[:, None, None].expand_as(peak)
         highest = self.peak.scatter_reduce(0, where, peak, "amax")
