@@ -9,6 +9,7 @@ from torch import Tensor
 
 from yocolm.models.base import KV, Batch
 from yocolm.models.spec import ModelSpec, Store
+from yocolm.ops.band_attention import band_attention, cut_band
 from yocolm.ops.block_attention import (
     KeySource,
     Pairs,
@@ -65,6 +66,24 @@ class WindowKV:
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
+        singles = _leading_singles(batch)
+        if softcap or batch is not self.written or singles == len(batch.lengths):
+            return self._attend_rows(q, _row_groups(batch), batch, scale, softcap)
+        rest = self._attend_chunks(q[singles:], singles, batch, scale)
+        if not singles:
+            return rest
+        decodes = [rows for rows in _row_groups(batch) if rows.index.shape[1] == 1]
+        return torch.cat((self._attend_rows(q, decodes, batch, scale, 0.0)[:singles], rest))
+
+    def _attend_rows(
+        self,
+        q: Tensor,
+        groups: list[RowBlocks],
+        batch: Batch,
+        scale: float | None,
+        softcap: float,
+    ) -> Tensor:
+        """Rows wherever they are, in the blocks of ``groups``."""
         window = self.k_ring.shape[2]
         blocks = _token_blocks(self.written)
         k, v = (blocks.spread(x).transpose(1, 2) for x in (self.k, self.v))
@@ -76,15 +95,33 @@ class WindowKV:
                     ring_pairs(rows, batch.slots, starts, window),
                     token_pairs(rows, blocks, starts, window),
                 )
-                for rows in _row_groups(batch)
+                for rows in groups
             ]
 
         pairs = batch.memo(("window", window), plan)
-        groups = [
+        sources = [
             (rows, [KeySource(self.k_ring, self.v_ring, old), KeySource(k, v, new)])
-            for rows, (old, new) in zip(_row_groups(batch), pairs, strict=True)
+            for rows, (old, new) in zip(groups, pairs, strict=True)
         ]
-        return attend_blocks(q, groups, scale, window, softcap)
+        return attend_blocks(q, sources, scale, window, softcap)
+
+    def _attend_chunks(self, q: Tensor, singles: int, batch: Batch, scale: float | None) -> Tensor:
+        """All tokens of the sequences behind the ``singles`` leading ones."""
+        window = self.k_ring.shape[2]
+        band = batch.memo(
+            ("band", window),
+            lambda: cut_band(batch.lengths[singles:], _starts(batch)[singles:], window),
+        )
+        slots = batch.slots[singles:]
+        return band_attention(
+            q,
+            self.k[singles:],
+            self.v[singles:],
+            self.k_ring[slots],
+            self.v_ring[slots],
+            band,
+            scale,
+        )
 
     def commit(self) -> None:
         """Move the last tokens of the step into the ring."""
