@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from packed import DTYPES, apart, places, randn
 from tolerances import OPS
-
 from yocolm.ops import band_attention as band_module
 from yocolm.ops.attention import attention_reference
 from yocolm.ops.band_attention import band_attention, cut_band
