@@ -14,57 +14,86 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from yocolm.errors import ConfigError
-from yocolm.train.settings import DataSettings
-from yocolm.train.tokenizer import END_OF_TEXT
+from yocolm.train.settings import TrainSettings
 
 
 def expand(patterns: list[str], where: str) -> list[Path]:
-    """Files that the glob ``patterns`` match, in name order. A pattern must match something."""
+    """Files that the glob ``patterns`` match, each once, in name order within a pattern.
+
+    Raises ConfigError for a pattern without a match.
+    """
     files: list[Path] = []
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
-        if not matches:
+        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        found = [path for path in matches if path.is_file()]
+        if not found:
             raise ConfigError(f"{where}: no file matches {pattern!r}")
-        files.extend(Path(match) for match in matches)
-    return files
+        files.extend(found)
+    return list(dict.fromkeys(files))
 
 
 def read_documents(path: Path, text_field: str) -> Iterator[str]:
-    """Documents of one file: each record of a ``.jsonl``, else the whole file."""
+    """Documents of one file: each record of a ``.jsonl``, else the whole file, byte for byte."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 at byte {error.start}") from None
     if path.suffix != ".jsonl":
         yield text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # text may hold other line separators
         if not line.strip():
             continue
         try:
             document = json.loads(line)[text_field]
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path}:{number} is no JSON record with {text_field!r}") from None
+            document = None
+        if not isinstance(document, str):
+            raise ConfigError(
+                f"{path}:{number} is no JSON record with a string in {text_field!r}; "
+                "mend it, or name another field as data.text_field"
+            )
         yield document
 
 
-def tokenize(files: list[Path], tokenizer: Tokenizer, text_field: str, cache: Path) -> np.ndarray:
-    """All documents as one int32 array, end-of-text before each; memory-mapped from ``cache``."""
-    digest = hashlib.sha256(tokenizer.to_str().encode())
+def count_bytes(files: list[Path], text_field: str) -> int:
+    """UTF-8 bytes of all documents."""
+    return sum(len(text.encode()) for path in files for text in read_documents(path, text_field))
+
+
+def digest_files(files: list[Path]) -> str:
+    """A hash of the files' contents and order; their names do not count."""
+    digest = hashlib.sha256()
     for path in files:
-        digest.update(str(path).encode() + hashlib.sha256(path.read_bytes()).digest())
-    target = cache / f"{digest.hexdigest()[:16]}.npy"
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        digest.update(b"records" if path.suffix == ".jsonl" else b"text")
+    return digest.hexdigest()[:16]
+
+
+def tokenize(
+    files: list[Path], tokenizer: Tokenizer, text_field: str, cache: Path, separator: str
+) -> np.ndarray:
+    """All documents as one int32 array, each behind the ``separator`` token.
+
+    Memory-mapped from ``cache``, where it is kept under a hash of everything that decides it.
+    """
+    start = tokenizer.token_to_id(separator)
+    if start is None:
+        raise ConfigError(
+            f"the tokenizer has no token {separator!r} to put before every document; "
+            "name one of its special tokens as tokenizer.separator"
+        )
+    key = json.dumps([tokenizer.to_str(), digest_files(files), text_field, separator])
+    target = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
     if not target.exists():
-        start = tokenizer.token_to_id(END_OF_TEXT)
-        prefix = [] if start is None else [start]
-        ids: list[int] = []
+        pieces = [np.zeros(0, np.int32)]
         for path in files:
             for document in read_documents(path, text_field):
-                ids.extend(prefix)
-                ids.extend(tokenizer.encode(document, add_special_tokens=False).ids)
+                ids = tokenizer.encode(document, add_special_tokens=False).ids
+                pieces.append(np.asarray([start, *ids], dtype=np.int32))
         cache.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial.npy")
-        np.save(partial, np.asarray(ids, dtype=np.int32))
+        np.save(partial, np.concatenate(pieces))
         partial.replace(target)
     return np.load(target, mmap_mode="r")
 
@@ -76,6 +105,7 @@ class Source:
     name: str
     ids: np.ndarray  # [N] int32
     weight: float
+    digest: str  # of the text
 
     def window(self, draw: int, length: int, seed: int) -> np.ndarray:
         """The ``draw``-th window of ``length + 1`` tokens; they shift and reorder every epoch."""
@@ -119,25 +149,14 @@ class Sampler:
         return {"draws": dict(zip((s.name for s in self.sources), self.draws, strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = [source.name for source in self.sources]
-        if sorted(state["draws"]) != sorted(names):
-            raise ConfigError(
-                f"the checkpoint was trained on sources {sorted(state['draws'])}, "
-                f"the configuration has {sorted(names)}"
-            )
-        self.draws = [state["draws"][name] for name in names]
+        self.draws = [state["draws"][source.name] for source in self.sources]
 
 
-def build_sampler(data: DataSettings, tokenizer: Tokenizer, cache: Path, seed: int) -> Sampler:
+def build_sampler(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> Sampler:
     """Tokenise the sources and return their sampler."""
-    sources = [
-        Source(
-            name,
-            tokenize(
-                expand(source.files, f"data.sources.{name}"), tokenizer, data.text_field, cache
-            ),
-            source.weight,
-        )
-        for name, source in data.sources.items()
-    ]
-    return Sampler(sources, data.sequence_length, seed)
+    sources = []
+    for name, source in s.data.sources.items():
+        files = expand(source.files, f"data.sources.{name}.files")
+        ids = tokenize(files, tokenizer, s.data.text_field, cache, s.tokenizer.separator)
+        sources.append(Source(name, ids, source.weight, digest_files(files)))
+    return Sampler(sources, s.data.sequence_length, s.seed)

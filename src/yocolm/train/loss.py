@@ -15,8 +15,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one pass over blocks of rows; only the gradients are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        needs_grad = hidden.requires_grad or weight.requires_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+    ) -> Tensor:
         head = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight) if needs_grad else None
@@ -39,9 +40,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_output: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_output.to(grad_hidden.dtype), grad_weight * grad_output, None
+        # In float32: a factor rounded to bfloat16 would put the same error on every entry.
+        scaled = (grad_hidden.float() * grad_output).to(grad_hidden.dtype)
+        return scaled, grad_weight * grad_output, None, None
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -50,5 +53,6 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     ``weight`` is the output head [V, D]. Products run in hidden's dtype, softmax and
     sum in float32.
     """
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets)
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, needs_grad)

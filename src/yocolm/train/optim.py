@@ -53,7 +53,7 @@ def build_optimizers(model: nn.Module, s: OptimSettings) -> list[torch.optim.Opt
         )
     ]
     if by_muon:
-        lr = s.matrix_learning_rate or s.learning_rate
+        lr = s.learning_rate if s.matrix_learning_rate is None else s.matrix_learning_rate
         optimizers.append(
             torch.optim.Muon(
                 by_muon, lr=lr, weight_decay=s.weight_decay, adjust_lr_fn="match_rms_adamw"

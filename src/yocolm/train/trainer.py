@@ -1,4 +1,16 @@
-"""The training loop: packed next-token training of any family, resumable bit for bit."""
+"""The training loop: packed next-token training of any family, resumable bit for bit.
+
+One process on one device. Nothing here is global: model, data and device belong to a ``Trainer``,
+and a batch follows from a seed and counters alone, so torchrun would need four changes and no
+others: the process group, with the local rank's device, in ``prepare.prepare_device``; every rank
+taking its share of the windows that ``Sampler.batch`` counts through; gradients (and the loss that
+is printed) averaged over ranks before the clipping in ``train_step``; checkpoints, exports and
+lines written by rank 0 only.
+
+A resumed run repeats an uninterrupted one bit for bit on the same machine, with the same number of
+threads, where PyTorch's operators are deterministic: on CPUs they are, on GPUs some gradients
+are not.
+"""
 
 from __future__ import annotations
 
@@ -9,194 +21,176 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from yocolm.config import ModelConfig, parse_config
-from yocolm.errors import ConfigError, MissingDependencyError, NumericsError
+from yocolm.errors import ConfigError, NumericsError
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
-from yocolm.models.registry import build_model, load_model
 from yocolm.models.weights import save_weights
 from yocolm.train.checkpoint import load_latest, save_checkpoint
-from yocolm.train.data import build_sampler, expand, read_documents, tokenize
+from yocolm.train.data import build_sampler, count_bytes, expand, tokenize
+from yocolm.train.fingerprint import check_fingerprint, fingerprint
+from yocolm.train.interrupt import StopRequest
 from yocolm.train.loss import cross_entropy_sum
 from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learning_rate
+from yocolm.train.prepare import prepare_device, prepare_model, prepare_tokenizer
+from yocolm.train.progress import Progress
 from yocolm.train.settings import TrainSettings, load_settings
-from yocolm.train.tokenizer import END_OF_TEXT, train_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ScalarWriter(Protocol):
-    """What the loop needs of TensorBoard's SummaryWriter."""
+class StepFigures(NamedTuple):
+    """Mean loss in nats a token, gradient norm before clipping, and learning rate of one step."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
-def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
-    """Load the tokenizer the settings name, or train it on their sources and write it there."""
-    path = Path(s.tokenizer.path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.exists():
-        return Tokenizer.from_file(str(path))
-    names = s.tokenizer.train_on or list(s.data.sources)
-    texts = (
-        document
-        for name in names
-        for file in expand(s.data.sources[name].files, f"data.sources.{name}")
-        for document in read_documents(file, s.data.text_field)
-    )
-    return train_tokenizer(texts, s.tokenizer.vocab_size, path)
-
-
-def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, ModelConfig]:
-    """Build the model in float32: from a checkpoint, a preset, or fields with seeded weights."""
-    if isinstance(s.model, str):
-        model, config = load_model(s.model, dtype=torch.float32, device="cpu", seed=s.seed)
-    else:
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        fields = {
-            "vocab_size": tokenizer.get_vocab_size(),
-            "max_position_embeddings": s.data.sequence_length,
-            "bos_token_id": end,
-            "eos_token_id": end,
-            **s.model,
-        }
-        config = parse_config(fields)
-        model = build_model(config, device="cpu", dtype=torch.float32)
-        init = model.init_weights
-        assert callable(init)
-        init(s.seed)
-    if config.vocab_size < tokenizer.get_vocab_size():
-        raise ConfigError(
-            f"the model's vocabulary has {config.vocab_size} tokens, "
-            f"the tokenizer {tokenizer.get_vocab_size()}"
-        )
-    return model, config
+    loss: float
+    norm: float
+    lr: float
 
 
 class Trainer:
-    """One run: model, optimisers, data and their progress."""
+    """One run: model, optimisers, data and their progress.
 
-    def __init__(self, settings: TrainSettings, out: TextIO = sys.stderr) -> None:
-        self.s, self.out = settings, out
+    Takes up the newest checkpoint in ``settings.output_dir``. Raises ConfigError if it is of a
+    training with other settings. Prints to ``out``, which is standard error by default.
+    """
+
+    def __init__(self, settings: TrainSettings, out: TextIO | None = None) -> None:
+        self.s = settings
+        self.progress = Progress(settings, sys.stderr if out is None else out)
         self.folder = Path(settings.output_dir)
+        self.device = prepare_device(settings)
         self.tokenizer = prepare_tokenizer(settings)
         self.model, self.config = prepare_model(settings, self.tokenizer)
+        self.model.to(self.device)
         self.model.gradient_checkpointing = settings.train.gradient_checkpointing  # type: ignore[assignment]
         self.optimizers = build_optimizers(self.model, settings.train)
-        cache = self.folder / "cache"
-        self.sampler = build_sampler(settings.data, self.tokenizer, cache, settings.seed)
-        files = expand(settings.data.validation, "data.validation")
-        self.validation = tokenize(files, self.tokenizer, settings.data.text_field, cache)
-        self.validation_bytes = sum(file.stat().st_size for file in files)
+        self.sampler = build_sampler(settings, self.tokenizer, self.folder / "cache")
+        self._load_validation()
         self.step = 0
-        self.writer = self._tensorboard()
         self._resume()
 
     def run(self) -> dict[str, float]:
-        """Train to the last step and export the model. Returns the last validation's figures."""
-        o = self.s.train
-        self._say(self._headline())
-        began, first = time.monotonic(), self.step
-        tokens, loss_sum, mark = 0, 0.0, time.monotonic()
-        while self.step < o.steps:
-            factor = learning_rate_factor(self.step, o)
-            lr = set_learning_rate(self.optimizers, factor)
-            loss, norm = self.train_step()
-            self.step += 1
-            loss_sum += loss
-            tokens += o.batch_size * o.accumulate * self.s.data.sequence_length
-            if self.step % o.log_every == 0 or self.step == o.steps:
-                now = time.monotonic()
-                mean = loss_sum / ((self.step - 1) % o.log_every + 1)
-                self._log(mean, lr, norm, tokens / (now - mark), now - began, first)
-                tokens, loss_sum, mark = 0, 0.0, now
-            if self.step % o.validate_every == 0 and self.step < o.steps:
-                self.validate(o.validation_tokens)
-            if self.step % o.save_every == 0 or self.step == o.steps:
-                self._save()
-        figures = self.validate(len(self.validation))
-        self.export(self.folder / "final", figures)
+        """Train to the last step and export the model. Returns the last validation's figures.
+
+        Ctrl-C ends it after the step in progress: a checkpoint is written, and KeyboardInterrupt
+        raised.
+        """
+        self.progress.say(self._headline())
+        self.progress.start(self.step)
+        try:
+            with StopRequest(self.progress.say) as stop:
+                while self.step < self.s.train.steps and not stop.requested:
+                    self._advance(stop)
+            if stop.requested:
+                self.progress.say(f"stopped at step {self.step}; run the same again to go on")
+                raise KeyboardInterrupt
+            figures = self.validate(len(self.validation))
+            self.export(self.folder / "final", figures)
+        finally:
+            self.progress.close()
         return figures
 
-    def train_step(self) -> tuple[float, float]:
-        """One optimiser step. Returns mean loss in nats a token, gradient norm before clipping."""
+    def _advance(self, stop: StopRequest) -> None:
+        """One step, and what is due after it."""
         o = self.s.train
+        began = time.monotonic()
+        figures = self.train_step()
+        self.progress.add(figures.loss, time.monotonic() - began)
+        last = self.step == o.steps
+        if self.step % o.log_every == 0 or last:
+            self.progress.line(self.step, figures.lr, figures.norm)
+        if self.step % o.validate_every == 0 and not last and not stop.requested:
+            self.validate(o.validation_tokens)
+        if self.step % o.save_every == 0 or last or stop.requested:
+            self.save()
+
+    def train_step(self) -> StepFigures:
+        """One optimiser step, on ``accumulate`` micro-batches.
+
+        Raises NumericsError, leaving the parameters as they are, if the gradient is not finite.
+        """
+        o = self.s.train
+        lr = set_learning_rate(self.optimizers, learning_rate_factor(self.step, o))
         total = 0.0
         count = o.batch_size * o.accumulate * self.s.data.sequence_length
         for _ in range(o.accumulate):
             inputs, targets = self.sampler.batch(o.batch_size)
-            loss = self._loss_sum(inputs, targets)
+            lengths = [inputs.shape[1]] * len(inputs)
+            loss = self.loss_sum(inputs.reshape(-1), targets.reshape(-1), lengths)
             (loss / count).backward()
             total += float(loss.detach())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), o.grad_clip))
         if not math.isfinite(norm):
             raise NumericsError(
-                f"the gradient norm is {norm} at step {self.step}; lower the learning rate"
+                f"the gradient norm is {norm} at step {self.step + 1}; lower train.learning_rate "
+                f"(or raise train.warmup_steps) and start anew in another output_dir"
             )
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return total / count, norm
+        self.step += 1
+        return StepFigures(total / count, norm, lr)
 
     @torch.no_grad()
     def validate(self, max_tokens: int) -> dict[str, float]:
-        """Loss on the validation text, in windows of ``sequence_length`` that each start cold."""
-        length, o = self.s.data.sequence_length, self.s.train
+        """Loss on the validation text, in windows of ``sequence_length`` that each start cold.
+
+        Bits per byte take the whole text's ratio of tokens to bytes.
+        """
+        length = self.s.data.sequence_length
         stop = min(len(self.validation) - 1, max_tokens)
         total = 0.0
-        for start in range(0, stop, length * o.batch_size):
-            end = min(start + length * o.batch_size, stop)
+        for start in range(0, stop, length * self.s.train.batch_size):
+            end = min(start + length * self.s.train.batch_size, stop)
             ids = np.asarray(self.validation[start : end + 1], dtype=np.int64)
             whole, rest = divmod(end - start, length)
             lengths = [length] * whole + ([rest] if rest else [])
-            total += float(self._loss_packed(ids[:-1], ids[1:], lengths))
+            total += float(self.loss_sum(ids[:-1], ids[1:], lengths))
         nll = total / stop
         tokens_per_byte = (len(self.validation) - 1) / self.validation_bytes
         figures = {"nll_per_token": nll, "bits_per_byte": nll / math.log(2) * tokens_per_byte}
-        self._say(
-            f"step {self.step:>6}/{o.steps} | validation loss {nll:.4f} | "
-            f"{figures['bits_per_byte']:.4f} bits/byte | {stop} tokens"
-        )
-        for name, value in figures.items():
-            self._scalar(f"validation/{name}", value)
+        self.progress.validation(figures, stop, self.step)
         return figures
+
+    def loss_sum(self, inputs: np.ndarray, targets: np.ndarray, lengths: list[int]) -> Tensor:
+        """Summed cross-entropy of packed windows: ids [T] int64 each, ``lengths`` sum to T."""
+        dtype = _DTYPES[self.s.train.dtype]
+        tokens, following = (torch.tensor(ids, device=self.device) for ids in (inputs, targets))
+        batch = Batch.packed(tokens, lengths)
+        state = DenseState(chunk_size=self.s.train.retention_chunk_size)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            hidden = self.model(batch, state)
+        head = getattr(self.model, "lm_head", None) or getattr(self.model, "embed_tokens")  # noqa: B009
+        return cross_entropy_sum(hidden.to(dtype), head.weight, following)
 
     def export(self, folder: Path, figures: dict[str, float]) -> None:
         """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them."""
         save_weights(copy.deepcopy(self.model).to(_DTYPES[self.s.export_dtype]), folder)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        end = END_OF_TEXT if self.tokenizer.token_to_id(END_OF_TEXT) is not None else None
-        tokenizer_config = {"bos_token": end, "eos_token": end, "add_bos_token": False}
+        ids = {"bos_token": self.config.bos_token_id, "eos_token": self.config.eos_token_id}
+        tokens = {
+            name: self.tokenizer.id_to_token(value[0] if isinstance(value, tuple) else value)
+            for name, value in ids.items()
+            if value is not None
+        }
         record = {"settings": asdict(self.s), "steps": self.step, "validation": figures}
-        for name, value in (("tokenizer_config", tokenizer_config), ("training", record)):
+        files = {"tokenizer_config": {**tokens, "add_bos_token": False}, "training": record}
+        for name, value in files.items():
             text = json.dumps(value, indent=2) + "\n"
             (folder / f"{name}.json").write_text(text, encoding="utf-8")
-        self._say(f"wrote {folder}")
+        self.progress.say(f"wrote {folder}")
 
-    def _loss_sum(self, inputs: np.ndarray, targets: np.ndarray) -> Tensor:
-        size, length = inputs.shape
-        return self._loss_packed(inputs.reshape(-1), targets.reshape(-1), [length] * size)
-
-    def _loss_packed(self, inputs: np.ndarray, targets: np.ndarray, lengths: list[int]) -> Tensor:
-        dtype = _DTYPES[self.s.train.dtype]
-        batch = Batch.packed(torch.from_numpy(inputs.copy()), lengths)
-        state = DenseState(chunk_size=self.s.train.retention_chunk_size)
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            hidden = self.model(batch, state)
-        head = getattr(self.model, "lm_head", None) or getattr(self.model, "embed_tokens")  # noqa: B009
-        return cross_entropy_sum(hidden.to(dtype), head.weight, torch.from_numpy(targets.copy()))
-
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
         state = {
             "step": self.step,
+            "fingerprint": self._fingerprint(),
+            "device": self.device.type,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "sampler": self.sampler.state_dict(),
@@ -207,63 +201,37 @@ class Trainer:
         state = load_latest(self.folder)
         if state is None:
             return
+        check_fingerprint(state["fingerprint"], self._fingerprint(), self.folder)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.sampler.load_state_dict(state["sampler"])
         self.step = state["step"]
-        self._say(f"resumed at step {self.step}")
+        self.progress.say(f"resumed at step {self.step}")
+        if state["device"] != self.device.type:
+            self.progress.say(
+                f"so far on {state['device']}, from here on {self.device.type}: not bit for bit"
+            )
+
+    def _fingerprint(self) -> dict[str, object]:
+        return fingerprint(self.s, self.config, self.tokenizer, self.sampler)
+
+    def _load_validation(self) -> None:
+        data = self.s.data
+        files = expand(data.validation, "data.validation")
+        cache, separator = self.folder / "cache", self.s.tokenizer.separator
+        self.validation = tokenize(files, self.tokenizer, data.text_field, cache, separator)
+        self.validation_bytes = count_bytes(files, data.text_field)
+        if self.validation_bytes == 0:
+            raise ConfigError(f"data.validation is empty: {', '.join(map(str, files))}")
 
     def _headline(self) -> str:
         o = self.s.train
         parameters = sum(p.numel() for p in self.model.parameters())
-        per_step = o.batch_size * o.accumulate * self.s.data.sequence_length
         return (
-            f"{self.config.model_type}, {parameters / 1e6:.2f}M parameters, "
-            f"{o.steps} steps of {per_step} tokens, {o.dtype}, {o.optimizer}"
+            f"{self.config.model_type}, {parameters / 1e6:.2f}M parameters, {o.steps} steps of "
+            f"{self.progress.tokens_per_step} tokens, {o.dtype}, {o.optimizer}, {self.device.type}"
         )
-
-    def _log(
-        self, loss: float, lr: float, norm: float, rate: float, elapsed: float, first: int
-    ) -> None:
-        steps = self.s.train.steps
-        left = elapsed / max(1, self.step - first) * (steps - self.step)
-        self._say(
-            f"step {self.step:>6}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | "
-            f"{rate:,.0f} tok/s | {_clock(elapsed)}<{_clock(left)}"
-        )
-        for name, value in {
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens_per_s": rate,
-        }.items():
-            self._scalar(f"train/{name}", value)
-
-    def _scalar(self, tag: str, value: float) -> None:
-        if self.writer is not None:
-            self.writer.add_scalar(tag, value, self.step)
-
-    def _tensorboard(self) -> ScalarWriter | None:
-        if not self.s.train.tensorboard:
-            return None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingDependencyError(
-                "train.tensorboard is true, but TensorBoard is not installed; "
-                "run: pip install tensorboard"
-            ) from None
-        return SummaryWriter(str(self.folder / "tensorboard"))
-
-    def _say(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, secs = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}"
 
 
 def main(config_path: str, overrides: list[str] | None = None) -> dict[str, float]:

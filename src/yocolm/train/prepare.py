@@ -1,0 +1,125 @@
+"""From settings to the device, the tokenizer and the model that a training starts with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from yocolm.config import ModelConfig, parse_config
+from yocolm.errors import ConfigError
+from yocolm.models.registry import ModelSource, build_model, load_config, load_model, resolve
+from yocolm.tokenizer import TOKENIZER_FILE
+from yocolm.train.data import expand, read_documents
+from yocolm.train.settings import TrainSettings
+from yocolm.train.tokenizer import train_tokenizer
+
+
+def prepare_device(s: TrainSettings) -> torch.device:
+    """The device to train on. Raises ConfigError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if s.train.device == "cuda" and not available:
+        raise ConfigError("train.device is 'cuda', but there is no CUDA device; set auto or cpu")
+    return torch.device("cuda" if available and s.train.device != "cpu" else "cpu")
+
+
+def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
+    """Load the tokenizer that the settings name, or train it on their sources and write it there.
+
+    A model to continue from is used with its own tokenizer, whatever the path says.
+    """
+    own = _own_tokenizer(s)
+    if s.tokenizer.path is None:
+        if own is None:
+            raise ConfigError(
+                f"model {s.model!r} has no {TOKENIZER_FILE}; name the one that it was trained "
+                "with as tokenizer.path"
+            )
+        return Tokenizer.from_file(str(own))
+    path = Path(s.tokenizer.path)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    if path.exists():
+        tokenizer = Tokenizer.from_file(str(path))
+        if own is not None and Tokenizer.from_file(str(own)).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"tokenizer.path {s.tokenizer.path} has another vocabulary than {own}, with which "
+                f"model {s.model!r} was trained; leave tokenizer.path out"
+            )
+        return tokenizer
+    if s.continues:
+        raise ConfigError(
+            f"tokenizer.path {s.tokenizer.path} does not exist, and a new tokenizer would not fit "
+            f"model {s.model!r}; leave tokenizer.path out to use the model's own"
+        )
+    names = s.tokenizer.train_on or list(s.data.sources)
+    texts = (
+        document
+        for name in names
+        for file in expand(s.data.sources[name].files, f"data.sources.{name}.files")
+        for document in read_documents(file, s.data.text_field)
+    )
+    return train_tokenizer(texts, s.tokenizer.vocab_size, path, s.tokenizer.separator)
+
+
+def _own_tokenizer(s: TrainSettings) -> Path | None:
+    """The tokenizer.json of the model to continue from, if there is one."""
+    folder = resolve(str(s.model)).folder if s.continues else None
+    path = None if folder is None else folder / TOKENIZER_FILE
+    return path if path is not None and path.exists() else None
+
+
+def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, ModelConfig]:
+    """The model in float32 on the CPU, so that its first weights depend on the seed alone.
+
+    From fields or a preset: seeded weights, and a vocabulary and context that follow tokenizer and
+    data. From another model: its weights; its context grows with ``sequence_length``.
+    """
+    if s.continues:
+        model, config = load_model(str(s.model), dtype=torch.float32, device="cpu")
+        length = max(config.max_position_embeddings, s.data.sequence_length)
+        config = replace(config, max_position_embeddings=length)
+        model.config = config  # type: ignore[assignment]
+    else:
+        config = _new_config(s, tokenizer)
+        model = build_model(config, device="cpu", dtype=torch.float32)
+        init = model.init_weights
+        assert callable(init)
+        init(s.seed)
+    size = _vocab_size(tokenizer)
+    if config.vocab_size < size:
+        raise ConfigError(
+            f"the model's vocabulary has {config.vocab_size} tokens, the tokenizer {size}; "
+            "they do not belong together"
+        )
+    return model.train(), config
+
+
+def _new_config(s: TrainSettings, tokenizer: Tokenizer) -> ModelConfig:
+    size, length = _vocab_size(tokenizer), s.data.sequence_length
+    end = tokenizer.token_to_id(s.tokenizer.separator)
+    if isinstance(s.model, str):
+        source: ModelSource = resolve(s.model)
+        return replace(
+            load_config(source),
+            vocab_size=size,
+            max_position_embeddings=length,
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=None,
+        )
+    fields = {
+        "vocab_size": size,
+        "max_position_embeddings": length,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    return parse_config({**fields, **s.model})
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    """One above the largest id; there may be holes below."""
+    return max(tokenizer.get_vocab().values()) + 1
