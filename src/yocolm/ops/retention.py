@@ -90,7 +90,9 @@ def retention_step(
     wide = state.dtype
     state.mul_(log_decay.to(wide).exp()[:, :, None, None])
     state.addcmul_(k.to(wide)[:, :, :, None], v.to(wide)[:, :, None, :])
-    return torch.matmul((scale * q.to(wide)).unsqueeze(2), state).squeeze(2).to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # the product stays in float32
+        out = torch.matmul((scale * q.to(wide)).unsqueeze(2), state)
+    return out.squeeze(2).to(v.dtype)
 
 
 class _Chunks:
