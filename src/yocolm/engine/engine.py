@@ -139,10 +139,14 @@ class Engine:
         return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
 
     def _run(self, plan: Plan) -> list[EntryOutput]:
-        """Run the plan; what torch raises (memory, most of all) fails the requests in the step."""
+        """Run the plan; what torch raises (memory, most of all) fails the requests in the step.
+
+        All others recompute their state: the step may owe them copies.
+        """
         try:
             return self.runner.run(plan)
         except RuntimeError as error:
+            self.scheduler.preempt_all()
             reason = f"the step failed: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
 

@@ -110,6 +110,11 @@ class Scheduler:
         if seq.request.finished:
             del self.requests[seq.request.request_id]
 
+    def preempt_all(self) -> None:
+        """Take the state of all that run: they compute it anew. For when it cannot be trusted."""
+        for seq in list(self.running):
+            self._preempt(seq)
+
     def _finish_all(self, request: Request, reason: FinishReason) -> list[Sequence]:
         unfinished = [seq for seq in request.sequences if not seq.finished]
         for seq in unfinished:

@@ -15,7 +15,7 @@ from typing import Literal
 from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
 
 StoreKind = Literal["global_kv", "window_kv", "recurrent"]
-STATE_BYTES = 4  # recurrent state is float32 whatever the model's dtype
+STATE_BYTES = 4  # recurrent state is float32 even where the model is narrower
 DEFAULT_PAGE_SIZE = 64
 
 
@@ -44,7 +44,7 @@ class Store:
         if self.kind == "window_kv":
             return self.window * self.num_heads * (self.k_dim + self.v_dim) * dtype_bytes
         if self.kind == "recurrent":
-            return self.num_heads * self.k_dim * self.v_dim * STATE_BYTES
+            return self.num_heads * self.k_dim * self.v_dim * max(STATE_BYTES, dtype_bytes)
         return 0
 
 
