@@ -21,6 +21,7 @@ from yocolm.ops.block_attention import (
     token_pairs,
 )
 from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.chunk_attention import MANY_ROWS, chunk_attention, gather_pages
 from yocolm.ops.retention import retention_chunkwise, retention_step
 
 RETENTION_CHUNK = 128
@@ -41,16 +42,32 @@ class PagedKV:
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
-        size = self.k.shape[2]
-        pairs = batch.memo(
-            ("pages", size),
-            lambda: [page_pairs(rows, batch.block_table, size) for rows in _row_groups(batch)],
-        )
-        groups = [
-            (rows, [KeySource(self.k, self.v, p)])
-            for rows, p in zip(_row_groups(batch), pairs, strict=True)
-        ]
-        return attend_blocks(q, groups, scale, 0, softcap)
+        many = [] if softcap else batch.memo("many", lambda: _many_rows(batch))
+        groups = batch.memo(("few", len(many)), lambda: self._few_rows(batch, bool(many)))
+        out = q.new_empty(*q.shape[:2], self.v.shape[3])
+        if groups:
+            sources = [(rows, [KeySource(self.k, self.v, pairs)]) for rows, pairs in groups]
+            out = attend_blocks(q, sources, scale, 0, softcap)
+        for seq, rows in many:
+            table = batch.block_table[seq, : int(batch.kv_lens[seq] - 1) // self.k.shape[2] + 1]
+            k, v = gather_pages(self.k, table), gather_pages(self.v, table)
+            out[rows] = chunk_attention(q[rows], batch.positions[rows], k, v, scale)
+        return out
+
+    def _few_rows(self, batch: Batch, only: bool) -> list[tuple[RowBlocks, Pairs]]:
+        """Row blocks with their pages; ``only`` of sequences with few rows, or of all."""
+        groups = cut_rows(batch.cu_seqlens, batch.positions, MANY_ROWS if only else None)
+        return [(rows, page_pairs(rows, batch.block_table, self.k.shape[2])) for rows in groups]
+
+
+def _many_rows(batch: Batch) -> list[tuple[int, slice]]:
+    """Sequences with many rows, and where these lie: prefill chunks and scored prompts."""
+    starts = batch.cu_seqlens.tolist()
+    return [
+        (seq, slice(start, stop))
+        for seq, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+        if stop - start >= MANY_ROWS
+    ]
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,18 @@ class KeySource:
     pairs: Pairs
 
 
-def cut_rows(cu_seqlens: Tensor, positions: Tensor) -> list[RowBlocks]:
-    """Group rows by sequence.
+def cut_rows(
+    cu_seqlens: Tensor, positions: Tensor, fewer_than: int | None = None
+) -> list[RowBlocks]:
+    """Group rows by sequence: ``cu_seqlens`` [S + 1] are row offsets into ``positions`` [R].
 
-    ``cu_seqlens`` [S + 1] are row offsets; ``positions`` [R] ascend within each sequence.
-    Sequences with a single row (decodes) come in blocks of one, the others in blocks of up to
-    ``ROW_BLOCK``: one group for each of the two kinds that occurs.
+    Positions ascend within a sequence. Sequences with a single row (decodes) come in blocks of one,
+    the others in blocks of up to ``ROW_BLOCK``: one group for each of the two kinds that occurs.
+    Sequences of ``fewer_than`` rows or more are left out.
     """
     counts = cu_seqlens.diff()
+    if fewer_than is not None:
+        counts = torch.where(counts < fewer_than, counts, 0)
     longest = int(counts.max()) if len(counts) else 0
     singles, several = torch.where(counts == 1, 1, 0), torch.where(counts > 1, counts, 0)
     groups = []
