@@ -82,6 +82,37 @@ def test_micro_batches_add_up_to_a_batch(tmp_path: Path, family: str) -> None:
     assert a.norm == pytest.approx(b.norm, rel=1e-4)
 
 
+def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """PyTorch's loss on whole logits, its clipping and AdamW, written out."""
+    options = {"steps": 5, "accumulate": 2, "grad_clip": 0.5, "weight_decay": 0.2}
+    one, other = (trainer(tmp_path, "llama", **options) for _ in range(2))
+    decayed = [p for p in other.model.parameters() if p.ndim == 2]
+    rest = [p for p in other.model.parameters() if p.ndim != 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    cosine = [0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * i / 3)) for i in range(3)]
+    for factor in (0.5, 1.0, *cosine):
+        figures = one.train_step()
+        inputs, targets = (torch.from_numpy(ids.copy()) for ids in other.sampler.batch(4))
+        state = DenseState(chunk_size=16)
+        hidden = other.model(Batch.packed(inputs.reshape(-1), [24] * 4), state)
+        logits = other.model.logits(hidden)  # type: ignore[operator]
+        loss = torch.nn.functional.cross_entropy(logits, targets.reshape(-1))
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.model.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = 3e-3 * factor
+        adamw.step()
+        assert figures.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert figures.norm == pytest.approx(float(norm), rel=1e-3) and float(norm) > 0.5
+        assert figures.lr == pytest.approx(3e-3 * factor)
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 def test_the_loss_falls(tmp_path: Path) -> None:
     one = trainer(tmp_path, steps=40, batch_size=4, warmup_steps=4, learning_rate=1e-2)
     losses = [one.train_step().loss for _ in range(40)]
