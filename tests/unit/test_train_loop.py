@@ -264,7 +264,7 @@ def test_another_device_is_said(tmp_path: Path) -> None:
 def test_training_on_a_gpu(tmp_path: Path, family: str) -> None:
     losses = {}
     for device in ("cpu", "cuda"):
-        one = trainer(tmp_path, family, device=device, output_dir=device, optimizer="muon")
+        one = trainer(tmp_path, family, device=device, optimizer="muon")
         losses[device] = [one.train_step().loss for _ in range(3)]
         assert next(one.model.parameters()).device.type == device
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-3)
