@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class Engine:
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.settings = settings or EngineSettings()
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # Files name ends that a model cannot draw, of a larger vocabulary or as -1.
+        self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < config.vocab_size)
         self.spec = model_spec(config)
         weight: torch.Tensor = next(iter(model.parameters()))
         self.max_model_len = self.settings.max_model_len or config.max_position_embeddings
@@ -176,9 +178,9 @@ class Engine:
         if isinstance(ids, str | bytes) or not isinstance(ids, Series):
             raise RequestError(f"prompt is {ids!r}; it must be text or a list of token ids")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise RequestError(f"prompt holds {token!r}; token ids are integers")
-        return list(ids)
+        return [int(token) for token in ids]
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         vocab = self.config.vocab_size

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Series
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,7 +130,7 @@ class LLM:
 def _as_list(prompts: Prompt | Series[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [cast(Prompt, prompts)]
     return list(cast(Series[Prompt], prompts))
 

@@ -18,8 +18,7 @@ class SequenceText:
         self._stops = params.stop_strings
         longest = max((len(stop) for stop in self._stops), default=1)
         self._held = 0 if params.include_stop_str_in_output else longest - 1
-        self._searched = 0
-        self._longest = longest
+        self._searched = 0  # characters in which no stop string may end any more
         self._ended = False
         self.text = ""
 
@@ -32,20 +31,25 @@ class SequenceText:
     def push(self, token_id: int, may_stop: bool) -> str | None:
         """Add a token. Returns the stop string that it completes, if it may stop yet."""
         self.text += self._decoder.push(token_id)
-        return self._find_stop() if may_stop else None
+        return self._find_stop(may_stop)
 
     def end(self, may_stop: bool = False) -> str | None:
         """No token follows: give out what was held back."""
         self.text += self._decoder.finish()
-        stop = self._find_stop() if may_stop else None
+        stop = self._find_stop(may_stop)
         self._ended = True
         return stop
 
-    def _find_stop(self) -> str | None:
-        """Cut the text at the earliest stop string that the new part completes."""
-        first = max(0, self._searched - self._longest + 1)
-        self._searched = len(self.text)
-        found = [(self.text.find(stop, first), stop) for stop in self._stops]
+    def _find_stop(self, may_stop: bool) -> str | None:
+        """Cut the text at the earliest stop string that the new part completes.
+
+        One that was complete before it might stop (``min_tokens``) is text like any other.
+        """
+        searched, self._searched = self._searched, len(self.text)
+        if not may_stop:
+            return None
+        starts = {stop: max(0, searched - len(stop) + 1) for stop in self._stops}
+        found = [(self.text.find(stop, start), stop) for stop, start in starts.items()]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             return None
