@@ -34,7 +34,7 @@ from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
 from yocolm.models.registry import build_model
 from yocolm.models.spec import model_spec
-from yocolm.ops import block_attention
+from yocolm.ops import band_attention, block_attention, chunk_attention
 from yocolm.tokenizer import Tokenizer
 
 VOCAB = 61
@@ -174,6 +174,10 @@ def shrink_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut everything that the ops cut into blocks so small that a short prompt fills several."""
     monkeypatch.setattr(state, "RETENTION_CHUNK", 4)
     monkeypatch.setattr(state, "TOKEN_BLOCK", 3)
+    monkeypatch.setattr(state, "MANY_ROWS", 5)
+    monkeypatch.setattr(chunk_attention, "ROWS", 4)
+    monkeypatch.setattr(chunk_attention, "MASK_ELEMENTS", 32)
+    monkeypatch.setattr(band_attention, "BAND_BLOCK", 3)
     monkeypatch.setattr(dense, "KEY_BLOCK", 3)
     monkeypatch.setattr(block_attention, "ROW_BLOCK", 4)
     monkeypatch.setattr(block_attention, "TILE_ELEMENTS", 512)

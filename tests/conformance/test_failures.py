@@ -148,7 +148,7 @@ def test_one_infinity_among_the_logits() -> None:
     assert_failed(run_one(engine, prompt_of(5), greedy(5)))
 
 
-def once(error: Exception, after: int) -> Callable[[], None]:
+def once(error: BaseException, after: int) -> Callable[[], None]:
     """Raises at the call after so many."""
     calls = iter(range(after + 1))
 
@@ -196,6 +196,24 @@ def test_what_a_failed_step_should_have_copied_is_not_missed(name: str) -> None:
     assert output.request_id == "first" and output.error is not None
     engine.runner.state.copy = copy
     assert_same(finish(engine)["second"], wanted)
+
+
+@pytest.mark.parametrize("method", ["write", "read", "logits"])
+def test_an_interrupted_step_can_be_taken_again(method: str) -> None:
+    for name in ("window-grouped", "retention", "llama"):
+        spy = Spy(tiny_model(name))
+        engine = make_engine(name, model=spy, budget=8)
+        for i in range(3):
+            engine.add_request(str(i), prompt_of(6 + i, i), greedy(7))
+        for after in (1, 2, 5):
+            spy.before[method] = once(KeyboardInterrupt(), after)
+            with pytest.raises(KeyboardInterrupt):
+                finish(engine)
+            engine.check()
+        outputs = finish(engine)
+        assert outputs
+        for output in outputs.values():
+            assert_dense(output, name)
 
 
 def test_an_idle_step_does_nothing() -> None:

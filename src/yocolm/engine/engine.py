@@ -143,7 +143,8 @@ class Engine:
     def _run(self, plan: Plan) -> list[EntryOutput]:
         """Run the plan; what torch raises (memory, most of all) fails the requests in the step.
 
-        All others recompute their state: the step may owe them copies.
+        All others recompute their state: the step may owe them copies. So does everybody when the
+        step is interrupted: what it has written is not what the scheduler knows of.
         """
         try:
             return self.runner.run(plan)
@@ -151,6 +152,9 @@ class Engine:
             self.scheduler.preempt_all()
             reason = f"the step failed: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
+        except BaseException:
+            self.scheduler.preempt_all()
+            raise
 
     # Prompts
 
