@@ -54,7 +54,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None = None
 ) -> Tensor:
-    """Causal attention of whole packed sequences; differentiable, linear memory.
+    """Causal attention of whole packed sequences; differentiable, linear memory if K = V.
 
     q is [T, H, K], k [T, G, K], v [T, G, V], sequences of ``lengths`` tokens one after another.
     Uneven sequences are padded to the longest, behind their end, where causality hides the padding.
