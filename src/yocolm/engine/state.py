@@ -155,7 +155,7 @@ def _starts(batch: Batch) -> Tensor:
 
 
 def _token_blocks(batch: Batch) -> Blocks:
-    size = min(TOKEN_BLOCK, max(1, *batch.lengths))
+    size = min(TOKEN_BLOCK, max([1, *batch.lengths]))
     return batch.memo("tokens", lambda: cut_blocks(batch.lengths, size, batch.tokens.device))
 
 
@@ -287,7 +287,7 @@ def _leading_singles(batch: Batch) -> int:
 
 def _chunks(batch: Batch, singles: int) -> Blocks:
     lengths = batch.lengths[singles:]
-    size = min(RETENTION_CHUNK, max(1, *lengths))
+    size = min(RETENTION_CHUNK, max([1, *lengths]))
     return cut_blocks(lengths, size, batch.tokens.device)
 
 

@@ -80,6 +80,6 @@ class DenseState:
 
 def cut_chunks(batch: Batch, size: int) -> Blocks:
     """Cut a batch's sequences into blocks of ``size`` tokens, fewer if all of them are shorter."""
-    size = min(size, max(1, *batch.lengths))
+    size = min(size, max([1, *batch.lengths]))
     device = batch.tokens.device
     return batch.memo(("chunks", size), lambda: cut_blocks(batch.lengths, size, device))

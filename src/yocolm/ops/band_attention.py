@@ -33,7 +33,7 @@ class Band:
 def cut_band(lengths: list[int], starts: Tensor, window: int) -> Band:
     """Plan for sequences of ``lengths`` tokens in this step whose first is at ``starts`` [S]."""
     device = starts.device
-    size = min(BAND_BLOCK, max(1, *lengths))
+    size = min(BAND_BLOCK, max([1, *lengths]))
     blocks = cut_blocks(lengths, size, device)
     counts = torch.tensor(lengths, device=device)
     offset = counts.cumsum(0) - counts
