@@ -137,6 +137,16 @@ def test_logprobs_have_the_shapes_of_vllm(llm: LLM) -> None:
             assert len(entry) == 2 and entry[token].rank == 1 and entry[token].logprob < 0
 
 
+def test_tokens_that_only_pad_the_vocabulary(llm: LLM) -> None:
+    """The model may draw ids that the tokenizer does not know: they have no text."""
+    padding = tokenizer().vocab_size + 1
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0, logit_bias={padding: 100})
+    sample = llm.generate("hello", params)[0].outputs[0]
+    assert sample.token_ids == [padding] * 3 and sample.text == ""
+    assert sample.logprobs is not None and sample.logprobs[0][padding].decoded_token == ""
+    assert llm.generate("hello", SamplingParams(stop="x", logit_bias={padding: 100}))
+
+
 def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["he", "hello"], SamplingParams(max_tokens=2), use_tqdm=True)
     captured = capsys.readouterr()
