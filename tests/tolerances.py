@@ -7,7 +7,7 @@ GOLDEN_FLOAT32 = 2e-5  # against the outputs of another implementation
 CROSS_PATH_FLOAT32 = 1e-4  # one of our paths against another: chunked, batched, resumed
 
 # One path against another, by the model's dtype. On the tests' tiny models (logits with a standard
-# deviation of 1) the largest differences seen are 9e-15, 4e-6 and 0.033; neighbouring bfloat16
+# deviation of 1) the largest differences seen are 2e-14, 4e-6 and 0.033; neighbouring bfloat16
 # between 2 and 4 are 0.016 apart.
 CROSS_PATH = {
     "float64": 1e-11,
