@@ -160,12 +160,16 @@ def once(error: BaseException, after: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("method", ["embed", "write", "read", "logits"])
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_step_that_raises_fails_its_requests_and_no_others(method: str, after: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "after"), [(RuntimeError, 0), (RuntimeError, 3), (ValueError, 1)]
+)
+def test_a_step_that_raises_fails_its_requests_and_no_others(
+    method: str, error: type[Exception], after: int
+) -> None:
     for name in ("window-grouped", "retention", "llama"):
         spy = Spy(tiny_model(name))
         engine = make_engine(name, model=spy, seqs=2, budget=4)
-        spy.before[method] = once(RuntimeError("out of memory, say"), after)
+        spy.before[method] = once(error("out of memory, say"), after)
         requests = {str(i): (prompt_of(6 + i, i), greedy(7)) for i in range(5)}
         outputs = run(engine, requests)
         failed = [output for output in outputs.values() if output.error is not None]

@@ -98,6 +98,26 @@ def test_text_and_token_ids_together() -> None:
     assert output.prompt == "ab" and output.prompt_token_ids == [5, 6]
 
 
+def test_arguments_of_the_wrong_type() -> None:
+    engine: Any = make_engine(NAME)
+    for request_id, params in ((5, None), (None, None), (["a"], None), ("a", {"n": 1})):
+        with pytest.raises(RequestError, match="must be text and params=.* SamplingParams"):
+            engine.add_request(request_id, [1, 2], params)
+    assert not engine.has_unfinished_requests()
+
+
+def test_half_characters_are_refused() -> None:
+    engine = make_engine(NAME, tokenizer=tokenizer())
+    rejected(engine, "bad \udcff", "is half a character, .* give UTF-8")
+
+
+def test_the_block_table_is_no_wider_than_the_pool() -> None:
+    config = replace(FAMILIES[NAME], max_position_embeddings=10**12)
+    model = make_engine(NAME).runner.model
+    engine = Engine(model, config, settings=EngineSettings(kv_memory="1MB", max_num_seqs=2))
+    assert len(run_one(engine, prompt_of(5), greedy(3)).outputs[0].token_ids) == 3
+
+
 def test_a_request_id_in_use() -> None:
     engine = make_engine(NAME)
     engine.add_request("one", [1], greedy())

@@ -91,6 +91,29 @@ def test_forms_of_prompts(llm: LLM) -> None:
         llm.generate("hello", [params, params])
 
 
+def test_prompts_may_be_any_iterable(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    wanted = tokens_of(llm.generate(PROMPTS, params))
+    assert tokens_of(llm.generate((prompt for prompt in PROMPTS), params)) == wanted
+    assert tokens_of(llm.generate(PROMPTS, (params for _ in PROMPTS))) == wanted
+    assert len(llm.generate((prompt for prompt in PROMPTS[:1]), params)) == 1
+    ids: Any = iter([1, 2, 3])
+    assert len(llm.generate(ids, params)) == 1
+
+
+def test_wrong_types_are_refused(llm: LLM) -> None:
+    anything: Any = llm
+    for prompts in (None, 5, object()):
+        with pytest.raises(RequestError, match="give text, token ids, or a list of prompts"):
+            anything.generate(prompts)
+    for params in ({"temperature": 1}, "greedy", 5):
+        with pytest.raises(RequestError, match="give SamplingParams, or one for each"):
+            anything.generate(["he", "lo"], params)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        anything.generate(["he"], [{"temperature": 1}])
+    idle(llm)
+
+
 def test_one_bad_request_leaves_nothing_queued(llm: LLM) -> None:
     good = SamplingParams(max_tokens=4)
     with pytest.raises(RequestError, match="prompt token id 9999"):
@@ -179,7 +202,15 @@ def test_settings_and_dtypes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kv_memory": 100}, {"device": "abacus"}, {"dtype": "int3"}, {"page_size": 0}]
+    "wrong",
+    [
+        {"kv_memory": 100},
+        {"device": "abacus"},
+        {"device": "meta"},
+        {"device": "mps"},
+        {"dtype": "int3"},
+        {"page_size": 0},
+    ],
 )
 def test_settings_that_cannot_be(folder: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=str(*wrong.values())):

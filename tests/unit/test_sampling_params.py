@@ -32,6 +32,10 @@ def test_greedy_takes_any_top_p() -> None:
     assert not SamplingParams(temperature=0.1).greedy
 
 
+def test_a_top_k_beyond_every_vocabulary_keeps_all() -> None:
+    assert SamplingParams(top_k=10**30).top_k == 2**31 - 1
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     params = SamplingParams(temperature=numpy.float32(0.5), max_tokens=numpy.int64(3))
@@ -48,6 +52,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-320),
+        ("temperature", 1e300),
+        ("n", 10**9),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "1"),
@@ -91,7 +98,7 @@ def test_bad_values_are_named(name: str, value: object) -> None:
 def test_message_names_value_limit_and_type() -> None:
     with pytest.raises(RequestError, match="top_p=1.5 is out of range: give a number from 0.0"):
         SamplingParams(top_p=1.5)
-    with pytest.raises(RequestError, match="n=0 is out of range: give an integer of at least 1"):
+    with pytest.raises(RequestError, match="n=0 is out of range: give an integer from 1 to 16384"):
         SamplingParams(n=0)
     with pytest.raises(RequestError, match="max_tokens='3' must be an integer of at least 0"):
         SamplingParams(max_tokens="3")  # pyright: ignore[reportArgumentType]

@@ -84,7 +84,7 @@ class Engine:
             sizes.max_num_seqs,
             self.max_model_len,
         )
-        max_pages = self.spec.num_pages(self.max_model_len, page_size)
+        max_pages = min(self.spec.num_pages(self.max_model_len, page_size), sizes.num_pages)
         self.runner = Runner(
             model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
         )
@@ -107,6 +107,10 @@ class Engine:
             arrival_time: in seconds, now if None.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"request_id={request_id!r} must be text and params={params!r} SamplingParams"
+            )
         text, ids = self._tokenize(prompt)
         self._check(ids, params)
         if params.seed is None:
@@ -141,14 +145,14 @@ class Engine:
         return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
 
     def _run(self, plan: Plan) -> list[EntryOutput]:
-        """Run the plan; what torch raises (memory, most of all) fails the requests in the step.
+        """Run the plan; what it raises (out of memory, most of all) fails the requests in the step.
 
         All others recompute their state: the step may owe them copies. So does everybody when the
         step is interrupted: what it has written is not what the scheduler knows of.
         """
         try:
             return self.runner.run(plan)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, the engine and the other requests go on
             self.scheduler.preempt_all()
             reason = f"the step failed: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
@@ -176,6 +180,13 @@ class Engine:
             raise RequestError(f"prompt is {text!r}; it must be text or a list of token ids")
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer: give the prompt as token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt is not valid text: {text[error.start]!r} at character {error.start} is "
+                "half a character, as from bytes that are not UTF-8; give UTF-8"
+            ) from None
         return text, self.tokenizer.encode(text)
 
     def _token_ids(self, ids: Any) -> list[int]:
@@ -321,8 +332,10 @@ def require_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(f"device={device!r} is unknown; give auto, cpu or cuda") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} is not supported; give auto, cpu or cuda")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: no CUDA device is available; give auto or cpu")
     return found

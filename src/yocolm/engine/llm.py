@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Series
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -78,8 +77,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Series[Prompt],
-        sampling_params: SamplingParams | Series[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -127,19 +126,25 @@ class LLM:
         return [done[request_id] for request_id in ids]
 
 
-def _as_list(prompts: Prompt | Series[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and all(isinstance(item, Integral) for item in prompts):
-        return [cast(Prompt, prompts)]
-    return list(cast(Series[Prompt], prompts))
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; give text, token ids, or a list of prompts")
+    listed = list(prompts)
+    if listed and all(isinstance(item, Integral) for item in listed):
+        return [cast(Prompt, listed)]
+    return cast(list[Prompt], listed)
 
 
 def _params_of(
-    params: SamplingParams | Series[SamplingParams] | None, count: int
+    params: SamplingParams | Iterable[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for each")
-    return list(params)
+    if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
+        raise RequestError(f"sampling_params is {params!r}; give SamplingParams, or one for each")
+    listed = list(params)
+    if len(listed) != count:
+        raise RequestError(f"{len(listed)} sampling_params for {count} prompts; give one for each")
+    return listed

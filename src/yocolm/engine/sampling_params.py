@@ -10,6 +10,10 @@ from yocolm.errors import RequestError
 
 MAX_SEED = 2**64 - 1
 MAX_LOGIT_BIAS = 100.0
+MAX_SAMPLES = 16_384  # samples of one request
+MAX_FACTOR = 1e6  # of temperature and repetition penalty: float32 still tells the tokens apart
+MIN_POSITIVE = 1e-6
+MAX_COUNT = 2**31 - 1  # more than any vocabulary: what it cuts off changes nothing
 
 
 @dataclass
@@ -73,17 +77,21 @@ class SamplingParams:
     def _check_distribution(self) -> None:
         self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self.frequency_penalty = _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty, 0.0)
-        self.temperature = _real("temperature", self.temperature, 0.0)
+        self.repetition_penalty = _real(
+            "repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR
+        )
+        self.temperature = _real("temperature", self.temperature, 0.0, MAX_FACTOR)
         self.top_p = _real("top_p", self.top_p, 0.0, 1.0)
         self.min_p = _real("min_p", self.min_p, 0.0, 1.0)
         for name in ("repetition_penalty", "top_p"):
-            if getattr(self, name) == 0.0:
-                raise RequestError(f"{name}=0 must be greater than 0; 1 turns it off")
+            if getattr(self, name) < MIN_POSITIVE:
+                raise RequestError(
+                    f"{name}={getattr(self, name)} must be at least {MIN_POSITIVE}; 1 turns it off"
+                )
 
     def _check_counts(self) -> None:
-        self.n = _integer("n", self.n, 1)
-        self.top_k = max(_integer("top_k", self.top_k, -1), 0)
+        self.n = _integer("n", self.n, 1, MAX_SAMPLES)
+        self.top_k = min(max(_integer("top_k", self.top_k, -1), 0), MAX_COUNT)
         self.min_tokens = _integer("min_tokens", self.min_tokens, 0)
         self.prompt_logprobs_start = _integer(
             "prompt_logprobs_start", self.prompt_logprobs_start, 0

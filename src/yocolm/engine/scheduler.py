@@ -128,9 +128,9 @@ class Scheduler:
         if length == 0:
             raise RequestError("the prompt has no tokens: give at least one")
         if length + (params.max_tokens != 0) > self.max_model_len:
+            what = "exceeds" if length > self.max_model_len else "leaves no room for output within"
             raise RequestError(
-                f"a prompt of {length} tokens leaves no room for output within "
-                f"max_model_len={self.max_model_len}: shorten it"
+                f"a prompt of {length} tokens {what} max_model_len={self.max_model_len}: shorten it"
             )
         if params.prompt_logprobs_start > length:
             raise RequestError(

@@ -11,8 +11,12 @@ from yocolm.errors import ConfigError
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec
 
 MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?|)b?\s*", re.IGNORECASE)
+_UNITS = {"": 1} | {
+    letter + binary: (1024 if binary else 1000) ** power
+    for power, letter in enumerate("kmgt", 1)
+    for binary in ("", "i")
+}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ def size_pools(
     if pages < 1:
         least = (seqs + 1) * slot_bytes + 2 * page_bytes
         raise ConfigError(
-            f"kv_memory={budget} bytes hold no page beside the state of {seqs} sequences; "
-            f"give at least {least} bytes, or lower max_num_seqs"
+            f"kv_memory={budget} bytes hold no page beside the state of {seqs} "
+            f"sequence{'s' * (seqs > 1)}; give at least {least} bytes"
+            + (", or lower max_num_seqs" if seqs > 1 else "")
         )
     useful = seqs * spec.num_pages(max_model_len, settings.page_size)
     return PoolSizes(min(pages, useful) + 1, seqs + 1)
