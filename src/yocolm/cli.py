@@ -19,6 +19,7 @@ from yocolm.errors import YocolmError
 
 MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
 DTYPES = ("float32", "bfloat16")
+MAX_NUMBER = 2**40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +178,9 @@ def _add_eval(commands: _Commands) -> None:
     text = kinds.add_parser(
         "perplexity",
         help="bits per byte of a text, also by position",
-        description="Bits per byte of a UTF-8 text. Each token is scored once, in sliding windows.",
+        description="Bits per byte of a UTF-8 text, in sliding windows. The total counts each "
+        "token once. The rows by position cover all windows, so that a token counts in each that "
+        "holds it (at most two, with the default stride).",
     )
     _add_model(text)
     text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")
@@ -241,18 +244,31 @@ def _bad(value: str, wanted: str) -> NoReturn:
 
 
 def _whole(value: str) -> int:
-    """A whole number from 0 on."""
-    return int(value) if value.isascii() and value.isdigit() else _bad(value, "a whole number")
+    """A whole number from 0 to MAX_NUMBER."""
+    if not (value.isascii() and value.isdigit()):
+        _bad(value, "a whole number")
+    return _bounded(value, 1)
+
+
+def _bounded(digits: str, factor: int) -> int:
+    """Python refuses to read thousands of digits, hence the look at their number first."""
+    significant = digits.lstrip("0") or "0"
+    if len(significant) > 20 or int(significant) * factor > MAX_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{digits[:24]}{'...' * (len(digits) > 24)} is too large; at most {MAX_NUMBER} is"
+            f" allowed"
+        )
+    return int(significant) * factor
 
 
 def _size(value: str) -> int:
-    """A whole number from 1 on; K and M count in 1024s."""
+    """A whole number from 1 to MAX_NUMBER; K and M count in 1024s."""
     digits, factor = value, 1
     if value[-1:] in "kKmM":
         digits, factor = value[:-1], 1024 if value[-1:] in "kK" else 1024**2
-    if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+    if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
         _bad(value, "a whole number above 0, such as 2048, 32K or 1M")
-    return int(digits) * factor
+    return _bounded(digits, factor)
 
 
 def _token_ids(value: str) -> list[int]:

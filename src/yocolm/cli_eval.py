@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 
 from yocolm.eval.perplexity import Perplexity, perplexity
@@ -34,11 +33,12 @@ def _progress(done: int, total: int) -> None:
 
 
 def _table(model: str, result: Perplexity) -> str:
-    perplexity_per_token = math.exp(result.nll_per_token)
+    per_token = result.perplexity_per_token
+    shown = "too large to print" if per_token is None else f"{per_token:.2f}"
     lines = [
         f"model           {model}",
         f"bits per byte   {result.bits_per_byte:.4f}",
-        f"nll per token   {result.nll_per_token:.4f}  (perplexity {perplexity_per_token:.2f})",
+        f"nll per token   {result.nll_per_token:.4f}  (perplexity {shown})",
         f"tokens, bytes   {result.tokens:,}  {result.bytes:,}",
         f"windows         {result.context} tokens, advancing by {result.stride}",
     ]
@@ -46,7 +46,8 @@ def _table(model: str, result: Perplexity) -> str:
         lines.append(
             "note            the first token is not scored: there is no token to start from"
         )
-    lines += ["", f"{'position':>15}{'tokens':>12}{'nll/token':>12}{'bits/byte':>12}"]
+    lines += ["", "by position, over all windows (a token counts in each that holds it)"]
+    lines += [f"{'position':>15}{'tokens':>12}{'nll/token':>12}{'bits/byte':>12}"]
     for bucket in result.by_position:
         bits = "-" if bucket.bits_per_byte is None else f"{bucket.bits_per_byte:.4f}"
         span = f"{bucket.start}-{bucket.stop - 1}"

@@ -12,8 +12,8 @@ from typing import Any
 from yocolm.engine.llm import LLM
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.sampling_params import SamplingParams
-from yocolm.errors import NumericsError, RequestError
-from yocolm.models.registry import load_generation_config
+from yocolm.errors import CheckpointError, NumericsError, RequestError
+from yocolm.models.registry import GENERATION_FILE, load_generation_config
 
 # What a model's generation_config.json may set; options on the command line win.
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"model": arguments.model, **_as_json(output)}, indent=2))
     else:
-        _print_text(output, arguments.echo, done=streams)
+        _print_text(output, _prompt_text(llm, output) if arguments.echo else "", done=streams)
     return 0
 
 
@@ -71,7 +71,18 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The model's defaults, then every option of that name that was given."""
     defaults = load_generation_config(arguments.model)
-    values = {name: defaults[name] for name in _MODEL_DEFAULTS if defaults.get(name) is not None}
+    values = {
+        name: defaults[name]
+        for name in _MODEL_DEFAULTS
+        if defaults.get(name) is not None and getattr(arguments, name) is None
+    }
+    try:
+        SamplingParams(**values)
+    except RequestError as error:
+        raise CheckpointError(
+            f"{GENERATION_FILE} of model {arguments.model}: {error}; correct the file, or give the "
+            "option of that name"
+        ) from error
     for name in (item.name for item in fields(SamplingParams)):
         value = getattr(arguments, name, None)
         if value is not None:
@@ -84,7 +95,7 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, echo: boo
     printed, output = 0, None
     for output in _steps(llm, prompt, params):
         if echo and printed == 0:
-            sys.stdout.write(output.prompt or "")
+            sys.stdout.write(_prompt_text(llm, output))
             echo = False
         text = output.outputs[0].text if output.outputs else ""
         sys.stdout.write(text[printed:])
@@ -93,6 +104,16 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, echo: boo
     assert output is not None and output.finished
     print()
     return output
+
+
+def _prompt_text(llm: LLM, output: RequestOutput) -> str:
+    """What `--echo` prints: of a prompt that was given as ids, its text, or else those ids."""
+    if output.prompt is not None:
+        return output.prompt
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is not None:
+        return tokenizer.decode(output.prompt_token_ids)
+    return _joined(output.prompt_token_ids)
 
 
 def _steps(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
@@ -131,15 +152,20 @@ def _logprobs_as_json(positions: Any) -> list[dict[str, Any] | None] | None:
     ]
 
 
-def _print_text(output: RequestOutput, echo: bool, done: bool) -> None:
-    """Samples as text, then tables of the logprobs that were asked for; `done`: text is printed."""
+def _print_text(output: RequestOutput, echo: str, done: bool) -> None:
+    """Samples, each behind the text `echo`, then tables of the logprobs that were asked for.
+
+    `done`: the samples are printed already.
+    """
     if output.prompt_logprobs is not None:
         print(_logprob_table("prompt", output.prompt_token_ids, output.prompt_logprobs))
     for sample in output.outputs:
         if not done:
             if len(output.outputs) > 1:
                 print(f"--- sample {sample.index} ({sample.finish_reason})")
-            print((output.prompt or "" if echo else "") + _shown(sample))
+            shown = _shown(sample)
+            only_ids = bool(echo and shown) and not sample.text and output.prompt is None
+            print(echo + "," * only_ids + shown)
         if sample.logprobs is not None:
             print(_logprob_table("output", sample.token_ids, sample.logprobs))
 
@@ -148,7 +174,11 @@ def _shown(sample: CompletionOutput) -> str:
     """The text; token ids where there is no tokenizer to make one."""
     if sample.text or not sample.token_ids:
         return sample.text
-    return ",".join(str(token) for token in sample.token_ids)
+    return _joined(sample.token_ids)
+
+
+def _joined(ids: Sequence[int]) -> str:
+    return ",".join(str(token) for token in ids)
 
 
 def _logprob_table(

@@ -21,12 +21,13 @@ from yocolm.fields import (
     check_positive,
     default_width,
     ids_to_json,
+    parse_halves,
     parse_integer,
     parse_mapping,
     parse_rope_theta,
     parse_token_id,
     parse_token_ids,
-    split_heads,
+    refuse_mixer,
 )
 
 
@@ -166,23 +167,24 @@ class YocoConfig:
         fields.expect("hidden_act", "swish", ("swish", "silu"))
         fields.skip("hidden_ratio", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "use_l2warp")
         hidden = fields.integer("hidden_size", 2048)
+        layers, self_layers = parse_halves(fields)
         config = cls(
             vocab_size=fields.integer("vocab_size", 32000),
             hidden_size=hidden,
             intermediate_size=default_width(
                 fields.take("intermediate_size", None), data.get("hidden_ratio"), hidden
             ),
-            num_layers=fields.integer("num_hidden_layers", 21),
-            num_self_layers=fields.integer("num_self_decoder_layers", 10),
+            num_layers=layers,
+            num_self_layers=self_layers,
             mixer=_mixer_from_hf(fields.take("self_decoder_attn", None), hidden),
             cross=_cross_from_hf(fields.take("cross_decoder_attn", None), hidden),
             norm_eps=fields.number("norm_eps", 1e-6),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
             initializer_range=fields.number("initializer_range", 0.02),
-            bos_token_id=parse_token_id(fields.take("bos_token_id", 1)),
-            eos_token_id=parse_token_ids(fields.take("eos_token_id", 2)),
-            pad_token_id=parse_token_id(fields.take("pad_token_id", None)),
+            bos_token_id=parse_token_id("bos_token_id", fields.take("bos_token_id", 1)),
+            eos_token_id=parse_token_ids("eos_token_id", fields.take("eos_token_id", 2)),
+            pad_token_id=parse_token_id("pad_token_id", fields.take("pad_token_id", None)),
         )
         fields.finish()
         return config
@@ -274,7 +276,7 @@ class LlamaConfig:
         heads = fields.integer("num_attention_heads", 32)
         head_dim = fields.take("head_dim", None)
         if head_dim is None:
-            head_dim = split_heads("llama", hidden, heads)
+            heads, head_dim = fields.heads("num_attention_heads", 32, hidden)
         kv_heads = fields.take("num_key_value_heads", None)
         rope = RopeConfig(parse_rope_theta(fields), interleaved=False, inclusive=False)
         config = cls(
@@ -294,9 +296,9 @@ class LlamaConfig:
             attention_bias=fields.boolean("attention_bias", False),
             mlp_bias=fields.boolean("mlp_bias", False),
             initializer_range=fields.number("initializer_range", 0.02),
-            bos_token_id=parse_token_id(fields.take("bos_token_id", 1)),
-            eos_token_id=parse_token_ids(fields.take("eos_token_id", 2)),
-            pad_token_id=parse_token_id(fields.take("pad_token_id", None)),
+            bos_token_id=parse_token_id("bos_token_id", fields.take("bos_token_id", 1)),
+            eos_token_id=parse_token_ids("eos_token_id", fields.take("eos_token_id", 2)),
+            pad_token_id=parse_token_id("pad_token_id", fields.take("pad_token_id", None)),
         )
         fields.finish()
         return config
@@ -357,11 +359,8 @@ def _mixer_from_hf(value: Any, hidden: int) -> RetentionConfig | WindowConfig:
     fields = Fields("self_decoder_attn", parse_mapping("self_decoder_attn", value))
     kind = fields.take("type", "gated_deltanet")
     if kind not in ("gated_retention", "swa"):
-        raise ConfigError(
-            f"self_decoder_attn type {kind!r} is not supported; known types: gated_retention, swa"
-        )
-    heads = fields.integer("num_heads", 6)
-    head_dim = split_heads("self_decoder_attn", hidden, heads)
+        refuse_mixer(fields, kind)
+    heads, head_dim = fields.heads("num_heads", 6, hidden)
     theta = fields.number("rope_theta", 10000.0)
     inclusive = _inclusive("self_decoder_attn", fields.take("rope_inv_freq", "fla"))
     kv_heads, bias = fields.integer("num_v_heads", heads), fields.boolean("qkv_bias", False)
@@ -412,11 +411,11 @@ def _mixer_to_hf(mixer: RetentionConfig | WindowConfig) -> dict[str, Any]:
 
 def _cross_from_hf(value: Any, hidden: int) -> CrossConfig:
     fields = Fields("cross_decoder_attn", parse_mapping("cross_decoder_attn", value))
-    heads = fields.integer("num_heads", 32)
+    heads, head_dim = fields.heads("num_heads", 32, hidden)
     config = CrossConfig(
         num_heads=heads,
         num_kv_heads=fields.integer("num_kv_heads", heads),
-        head_dim=split_heads("cross_decoder_attn", hidden, heads),
+        head_dim=head_dim,
         rope=RopeConfig(
             fields.number("rope_theta", 10000.0),
             interleaved=True,

@@ -9,11 +9,23 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from yocolm.errors import CheckpointError, ConfigError
 
 TokenIds = int | tuple[int, ...] | None
+
+# Far above every model there is: a typing error must not fill the memory with layers.
+_LIMITS = {
+    "num_hidden_layers": 10_000,
+    "num_self_decoder_layers": 10_000,
+    "vocab_size": 10_000_000,
+    "max_position_embeddings": 2**31 - 1,
+    "window_size": 2**31 - 1,
+}
+_LIMITS |= dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 1_000_000)
+_HEADS = ("num_heads", "num_v_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads")
+_LIMITS |= dict.fromkeys(_HEADS, 1_000_000)
 
 # Written by transformers into every config.json, or read by training code only.
 HARMLESS = frozenset(
@@ -71,9 +83,23 @@ class Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self._or_default(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{self._owner}: {name} is {value!r}; it must be a number")
-        return float(value)
+        return parse_number(f"{self._owner}: {name}", value)
+
+    def heads(self, name: str, default: int, hidden: int) -> tuple[int, int]:
+        """Number of heads and the width of each, which together make `hidden`."""
+        heads = self.integer(name, default)
+        if heads < 1 or hidden % heads:
+            raise ConfigError(
+                f"{self._owner}: {heads} heads do not divide hidden_size {hidden}"
+                + self.missing(name, default)
+            )
+        return heads, hidden // heads
+
+    def missing(self, name: str, default: object) -> str:
+        """For the end of a message: that a value was not given but is the format's default."""
+        if self._data.get(name) is not None:
+            return ""
+        return f"; {name} is not given, and {default} is the format's default: give {name}"
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._or_default(name, default)
@@ -124,25 +150,53 @@ def parse_mapping(name: str, value: Any) -> Mapping[str, Any]:
 def parse_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+    limit = _LIMITS.get(name)
+    if limit is not None and value > limit:
+        shown = value if value < 10**30 else "above 10^30"
+        raise ConfigError(f"{name} is {shown}; it must be at most {limit}")
     return value
 
 
-def parse_token_id(value: Any) -> int | None:
+def parse_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} is {value!r}; it must be a number")
+    if not abs(value) < 1e300:
+        shown = value if isinstance(value, float) else "a number of more than 300 digits"
+        raise ConfigError(f"{name} is {shown}; it must be finite and below 1e300")
+    return float(value)
+
+
+def parse_token_id(name: str, value: Any) -> int | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return None if value is None else parse_integer("a token id", value)
+    return None if value is None else parse_integer(name, value)
 
 
-def parse_token_ids(value: Any) -> TokenIds:
+def parse_token_ids(name: str, value: Any) -> TokenIds:
     if isinstance(value, (list, tuple)):
-        return tuple(parse_integer("eos_token_id", item) for item in value)
-    return parse_token_id(value)
+        return tuple(parse_integer(name, item) for item in value)
+    return parse_token_id(name, value)
 
 
-def split_heads(owner: str, hidden: int, heads: int) -> int:
-    if heads < 1 or hidden % heads:
-        raise ConfigError(f"{owner}: {heads} heads do not divide hidden_size {hidden}")
-    return hidden // heads
+def parse_halves(fields: Fields) -> tuple[int, int]:
+    """Layers of a YOCO model in all, and those of its self-decoder; both halves need one."""
+    layers = fields.integer("num_hidden_layers", 21)
+    own = fields.integer("num_self_decoder_layers", 10)
+    if layers >= 1 and not 1 <= own < layers:
+        raise ConfigError(
+            f"num_self_decoder_layers is {own} of {layers} layers; both decoders need at least one "
+            f"layer{fields.missing('num_self_decoder_layers', 10)}"
+            f"{fields.missing('num_hidden_layers', 21)}"
+        )
+    return layers, own
+
+
+def refuse_mixer(fields: Fields, kind: object) -> NoReturn:
+    raise ConfigError(
+        f"self_decoder_attn type {kind!r} is not supported; known types: gated_retention, swa"
+        + fields.missing("type", kind)
+        + ", for example self_decoder_attn: {type: gated_retention, num_heads: 4}"
+    )
 
 
 def check_positive(owner: str, **values: int) -> None:
@@ -180,14 +234,14 @@ def parse_rope_theta(fields: Fields) -> float:
             )
         theta = inner.take("rope_theta", theta)
         inner.finish()
-    theta = 10000.0 if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise ConfigError(f"llama: rope_theta is {theta!r}; it must be a number")
-    return float(theta)
+    return parse_number("llama: rope_theta", 10000.0 if theta is None else theta)
 
 
 def default_width(size: Any, ratio: Any, hidden: int) -> int:
     if size is not None:
         return parse_integer("intermediate_size", size)
+    ratio = 4 if ratio is None else ratio
+    if not 0 < parse_number("hidden_ratio", ratio) <= 10_000:
+        raise ConfigError(f"hidden_ratio is {ratio}; it must be above 0 and at most 10000")
     # Rounded up to a multiple of 256, as the reference implementation does.
-    return 256 * math.ceil(int(hidden * (4 if ratio is None else ratio) * 2 / 3) / 256)
+    return 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256)

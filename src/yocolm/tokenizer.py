@@ -108,9 +108,7 @@ class JsonTokenizer(Tokenizer):
         """Reads `tokenizer.json`; BOS and EOS from tokenizer_config.json, else from `ids`
         (generation_config.json or config.json: `bos_token_id`, `eos_token_id`)."""
         path = folder / TOKENIZER_FILE
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist")
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner = read_tokenizer(path)
         named: dict[str, Any] = {}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / file).exists():
@@ -241,6 +239,19 @@ class StreamDecoder:
         self._ids = self._ids[self._flushed :]
         self._flushed = len(self._ids)
         return text[len(before) :]
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """A `tokenizer.json`; CheckpointError naming the file if it is absent or cannot be read."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise CheckpointError(
+            f"{path} is not a tokenizer that the tokenizers library reads ({error}); "
+            "fetch or save the file again"
+        ) from error
 
 
 def load_cl100k_ranks(folder: Path | None = None) -> dict[bytes, int]:

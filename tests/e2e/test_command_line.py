@@ -110,6 +110,11 @@ def test_text_is_generated(trained: Path, capsys: pytest.CaptureFixture[str]) ->
     greedy = run(capsys, *command, "--temperature", 0, "--no-stream")
     assert run(capsys, *command, "--temperature", 0, "--stream") == greedy
     assert run(capsys, *command, "--temperature", 0, "--echo") == "The sea was" + greedy
+    ids = run_json(capsys, *command)["prompt_token_ids"]
+    command[3:4] = ["--prompt-ids", ",".join(map(str, ids))]
+    for option in ("--stream", "--no-stream"):
+        echoed = run(capsys, *command, "--temperature", 0, "--echo", option)
+        assert echoed == "The sea was" + greedy
     seeded = [run(capsys, *command, "--seed", 5) for _ in range(2)]
     assert seeded[0] == seeded[1]
 
@@ -151,9 +156,14 @@ def test_a_converted_checkpoint_generates_the_same(
 
 
 def test_a_model_without_a_tokenizer_prints_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", "--model", RANDOM, "--prompt-ids", "1,2", "--max-tokens", 3]
+    command = ["generate", "--model", RANDOM, "--prompt-ids", "1,2", "--temperature", 0]
     for option in ("--stream", "--no-stream"):
-        assert len(run(capsys, *command, "--ignore-eos", option).split(",")) == 3
+        out = run(capsys, *command, "--max-tokens", 3, "--ignore-eos", option)
+        assert len(out.split(",")) == 3
+        more = ["--max-tokens", 3, "--ignore-eos", option, "--echo"]
+        assert run(capsys, *command, *more) == f"1,2,{out}"
+    scored = run(capsys, *command, "--max-tokens", 0, "--prompt-logprobs", 0, "--echo")
+    assert scored.endswith("\n1,2\n")
 
 
 @pytest.mark.parametrize(
@@ -161,11 +171,13 @@ def test_a_model_without_a_tokenizer_prints_token_ids(capsys: pytest.CaptureFixt
     [
         (["info", "no/such/folder"], "no/such/folder"),
         (["info", "random:5B"], "5B"),
+        (["info", "random:"], "known presets: 160M"),
+        (["generate", "--model", "", "text"], "model is empty"),
         (["generate", "--model", RANDOM, "text"], "tokenizer"),
         (["generate", "text", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt-file", "no-such-file"], "no-such-file"),
         (["eval", "perplexity", "bundled", "no-such-file"], "no-such-file"),
-        (["convert", "no-such-folder", "out"], "no-such-folder"),
+        (["convert", "no-such-folder", "out"], "no-such-folder does not exist"),
         (["train", "no-such-file.yaml"], "no-such-file.yaml"),
     ],
 )

@@ -191,3 +191,32 @@ def test_a_vocabulary_that_is_not_theirs_has_no_tokenizer(tmp_path: Path) -> Non
 def test_convert_wants_an_authors_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no params.json"):
         convert(DATA / "llama-tiny", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dim", "64"),
+        ("n_layers", 2.5),
+        ("n_attn_heads", None),
+        ("rope_theta", "x"),
+        ("norm_eps", []),
+    ],
+)
+def test_params_that_are_no_numbers_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .*number|{name} is .*at least"):
+        parse_params(PARAMS | {name: value})
+
+
+def test_params_of_absurd_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1000000000; .* at most 10000"):
+        parse_params(PARAMS | {"n_layers": 10**9})
+
+
+def test_a_source_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nope does not exist"):
+        convert(tmp_path / "nope", tmp_path / "out")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file is not a folder"):
+        convert(tmp_path / "file", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

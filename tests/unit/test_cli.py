@@ -61,6 +61,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["generate", "--prompt-ids", "1,x"],
         ["info", "bundled", "--context", "0"],
         ["info", "bundled", "--context", "1.5K"],
+        ["info", "bundled", "--context", "1048577M"],
+        ["info", "bundled", "--batch", "9" * 5000],
+        ["generate", "text", "--max-tokens", "9" * 5000],
+        ["generate", "--prompt-ids", "1,9999999999999"],
         ["info", "bundled", "--kv-dtype", "int3"],
     ],
 )
@@ -169,3 +173,28 @@ def test_the_prompt_comes_from_one_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
     stdin = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"piped\n\n"))
     monkeypatch.setattr(sys, "stdin", stdin)
     assert cli_generate._prompt(options()) == "piped\n"
+
+
+def test_sizes_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._size("1048576M") == cli.MAX_NUMBER == cli._whole(f"{2**40}")
+    with pytest.raises(SystemExit):
+        cli.main(["info", "bundled", "--context", "999999999999999999999M"])
+    assert "999999999999999999999 is too large; at most 1099511627776" in capsys.readouterr().err
+
+
+def test_defaults_of_the_model_that_are_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    from yocolm import cli_generate
+
+    defaults = {"temperature": "hot"}
+    monkeypatch.setattr(cli_generate, "load_generation_config", lambda model: defaults)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json of .*'hot'.*the option"):
+        cli_generate._sampling_params(options("x", "--model", "some/folder"))
+    params = cli_generate._sampling_params(options("x", "--temperature", "0.5"))
+    assert params.temperature == 0.5
+
+
+def test_an_overwhelming_perplexity_is_printed() -> None:
+    from yocolm.cli_eval import _table
+    from yocolm.eval.perplexity import Perplexity
+
+    assert "perplexity too large to print" in _table("m", Perplexity(900, 800, 1, 1, 8, 4, True))

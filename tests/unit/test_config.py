@@ -94,6 +94,19 @@ def test_absent_fields_take_the_reference_implementations_defaults() -> None:
         ({"hidden_size": 65}, "2 heads do not divide hidden_size 65"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; .* at most 10000"),
+        ({"num_self_decoder_layers": 10**9}, "num_self_decoder_layers is 1000000000; .*10000"),
+        ({"hidden_size": 10**400}, "hidden_size is above 10.30; it must be at most 1000000"),
+        ({"intermediate_size": 10**7}, "intermediate_size is 10000000; .* at most 1000000"),
+        ({"vocab_size": 10**8}, "vocab_size is 100000000; it must be at most 10000000"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings is 2147483648; .*2147483647"),
+        ({"norm_eps": 10**400}, "norm_eps is a number of more than 300 digits"),
+        ({"norm_eps": float("inf")}, "norm_eps is inf; it must be finite"),
+        ({"intermediate_size": None, "hidden_ratio": "x"}, "hidden_ratio is 'x'"),
+        ({"intermediate_size": None, "hidden_ratio": 0}, "hidden_ratio is 0"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a whole number"),
+        ({"eos_token_id": [2, True]}, "eos_token_id is True"),
+        ({"bos_token_id": 1.5}, "bos_token_id is 1.5"),
         ({"norm_eps": "small"}, "norm_eps is 'small'"),
         ({"mystery": 3}, "unknown field mystery"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -113,6 +126,9 @@ def test_refused_by_name(change: dict[str, Any], named: str) -> None:
         ("self_decoder_attn", {"rope_inv_freq": "ntk"}, "rope_inv_freq 'ntk'"),
         ("self_decoder_attn", {"gate_logit_normalizer": 0}, "gate_logit_normalizer is 0"),
         ("self_decoder_attn", {"num_heads": 64}, "head_dim is 1;"),
+        ("self_decoder_attn", {"num_heads": None}, "6 heads do not.*not given, and 6 is.*default"),
+        ("self_decoder_attn", {"type": "swa", "window_size": 2**31}, "window_size is 2147483648"),
+        ("cross_decoder_attn", {"num_heads": 10**7}, "num_heads is 10000000; .* at most 1000000"),
         ("cross_decoder_attn", {"num_kv_heads": 3}, "3 KV heads do not divide 4"),
         ("cross_decoder_attn", {"rope_theta": -1}, "theta is -1"),
         ("cross_decoder_attn", {"window": 5}, "unknown field window"),
@@ -126,8 +142,29 @@ def test_refused_inside_a_decoder(part: str, change: dict[str, Any], named: str)
 
 
 def test_default_mixer_of_the_format_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="gated_deltanet"):
+    with pytest.raises(ConfigError, match="gated_deltanet") as error:
         parse_config({"model_type": "yoco"})
+    assert "type is not given, and gated_deltanet is the format's default" in str(error.value)
+    assert "{type: gated_retention, num_heads: 4}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"num_hidden_layers": 4}, "num_self_decoder_layers is not given, and 10 is"),
+        ({"num_self_decoder_layers": 30}, "num_hidden_layers is not given, and 21 is"),
+    ],
+)
+def test_defaults_that_do_not_fit_say_that_they_are_defaults(
+    given: dict[str, int], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{missing} the format's default: give num_"):
+        parse_config({"model_type": "yoco", **given})
+    with pytest.raises(ConfigError) as error:
+        parse_config({"model_type": "yoco", "num_self_decoder_layers": 4, "num_hidden_layers": 4})
+    assert "default" not in str(error.value)
+    with pytest.raises(ConfigError, match="32 heads.*num_attention_heads is not given, and 32"):
+        parse_config({"model_type": "llama", "hidden_size": 80})
 
 
 @pytest.mark.parametrize(

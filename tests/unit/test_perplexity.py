@@ -1,5 +1,7 @@
 """Bits per byte against a computation without windows, batches or buckets."""
 
+import copy
+import json
 import math
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import tokenizers
 import torch
 
 from yocolm.config import CrossConfig, LlamaConfig, RetentionConfig, RopeConfig, YocoConfig
-from yocolm.errors import RequestError
+from yocolm.errors import NumericsError, RequestError
 from yocolm.eval import perplexity as module
 from yocolm.eval.perplexity import Text, read_text, score, tokenise, windows
 from yocolm.models.base import Batch
@@ -158,3 +160,25 @@ def test_bad_input_is_named(model: torch.nn.Module, tmp_path: Path) -> None:
         score(model, random_text(1, None), context=4, stride=2)
     with pytest.raises(RequestError, match="no tokenizer"):
         module.perplexity("random:160M", Path(__file__))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_error(model: torch.nn.Module, value: float) -> None:
+    text = random_text(40, 0)
+    broken = copy.deepcopy(model)
+    ids = list(text.token_ids)
+    last = max(set(ids[:-1]) - {0}, key=ids.index)  # the token that is new the latest
+    embeddings = broken.get_parameter("embed_tokens.weight")
+    with torch.no_grad():
+        embeddings[last] = value
+    at = ids.index(last) + 1  # behind the prefix
+    start = next(s for s in range(0, 40, 4) if s <= at < s + 8)
+    assert start > 0
+    with pytest.raises(NumericsError, match=f"window of tokens {start} to .*check its weights"):
+        score(broken, text, context=8, stride=4, batch_size=3)
+
+
+def test_a_perplexity_above_all_floats_is_left_out() -> None:
+    result = module.Perplexity(900.0, 800.0, 1, 1, 8, 4, True)
+    assert result.perplexity_per_token is None
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["nll_per_token"] == 800.0

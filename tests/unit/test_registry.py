@@ -180,3 +180,50 @@ def test_public_names_are_lazy() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         getattr(yocolm, "non" + "sense")
     assert "LLM" in yocolm.__all__
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match="model is empty: give a folder"):
+        resolve(name)
+
+
+def test_an_empty_preset(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    monkeypatch.chdir(config_file.parent)  # nor is it the folder that the command runs in
+    with pytest.raises(ConfigError, match="unknown preset ''; known presets: 160M, "):
+        resolve("random:")
+
+
+def test_errors_of_a_configuration_name_its_file(config_file: Path) -> None:
+    config_file.write_text(json.dumps({**TINY, "eos_token_id": "x"}))
+    for name in (str(config_file.parent), f"random:{config_file}"):
+        with pytest.raises(ConfigError, match=r"config\.json: eos_token_id is 'x'"):
+            load_config(name)
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", ["x", True, 1.5, [2, "x"], [2, False], {}])
+def test_token_ids_of_generation_config(config_file: Path, name: str, value: object) -> None:
+    path = config_file.parent / "generation_config.json"
+    path.write_text(json.dumps({name: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} is "):
+        load_generation_config(config_file.parent)
+    path.write_text(json.dumps({name: [2, 3], "temperature": 0.5}))
+    assert load_generation_config(config_file.parent)[name] == [2, 3]
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_the_saved_dtype(config_file: Path, field: str) -> None:
+    wanted = {
+        "bfloat16": torch.bfloat16,
+        "torch.float64": torch.float64,
+        "float16": torch.float32,  # of which we have no kernels: computed in float32
+        None: torch.float32,
+    }
+    for name, dtype in wanted.items():
+        config_file.write_text(json.dumps({**TINY, field: name}))
+        assert parse_dtype("auto", config_file.parent) == dtype
+    for wrong in ("floaty", "", 5, "nn", ["float32"]):
+        config_file.write_text(json.dumps({**TINY, field: wrong}))
+        with pytest.raises(ConfigError, match=rf"config\.json: {field} is .*; allowed: float32"):
+            parse_dtype("auto", config_file.parent)

@@ -26,6 +26,7 @@ from yocolm.tokenizer import (
     StreamDecoder,
     Tokenizer,
     cl100k_to_json,
+    read_tokenizer,
 )
 
 TEXTS = (
@@ -257,3 +258,15 @@ def test_ranks_file_in_the_folder_wins(authors: AuthorsTokenizer, tmp_path: Path
     lines = (f"{b64encode(token).decode()} {rank}\n" for token, rank in authors.ranks.items())
     (tmp_path / tokenizer_module.RANKS_FILE).write_text("".join(lines))
     assert AuthorsTokenizer.from_folder(tmp_path).ranks == authors.ranks
+
+
+@pytest.mark.parametrize("content", ["{}", "", "[1]", '{"model": {"type": "BPE"}}'])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    for read in (lambda: read_tokenizer(path), lambda: JsonTokenizer.from_folder(tmp_path, {})):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+            read()
+    path.write_text(content)
+    for read in (lambda: read_tokenizer(path), lambda: JsonTokenizer.from_folder(tmp_path, {})):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+            read()

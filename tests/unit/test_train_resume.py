@@ -311,3 +311,31 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(NumericsError, match="the gradient norm is nan at step 2; lower train.lear"):
         one.run()
     assert same(state_of(one), before) and load_latest(tmp_path / "run") is None
+
+
+def test_a_checkpoint_past_the_last_step_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, steps=4)
+    assert main(["train", str(config)]) == 0
+    exported = (tmp_path / "run/final/training.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["train", str(config), "train.steps=3"]) == 1
+    error = capsys.readouterr().err
+    assert "train.steps is 3, but" in error and "checkpoint of step 4" in error
+    assert "set train.steps to 4 or more, or give another output_dir" in error
+    assert (tmp_path / "run/final/training.json").stat().st_mtime_ns == exported
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+        trainer(tmp_path)
+
+
+def test_a_validation_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+    broken = trainer(tmp_path)
+    with torch.no_grad():
+        next(broken.model.parameters()).fill_(float("nan"))
+    with pytest.raises(NumericsError, match="validation loss is nan at step 0"):
+        broken.validate(64)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from training import values
+from yocolm.config import YocoConfig, parse_config
 from yocolm.errors import ConfigError
 from yocolm.train.settings import (
     DataSettings,
@@ -86,9 +87,10 @@ def test_unknown_and_missing_keys(key: str, value: Any, message: str) -> None:
         ("train.learning_rate", "nan", "train.learning_rate is 'nan'; it must be a finite number"),
         ("train.optimizer", 3, "train.optimizer is 3; it must be of type str"),
         ("model", 3, "model is 3; it must be of type str or dict"),
-        ("data", [], "data is []; it must be of type Mapping"),
-        ("data.sources", ["x"], "data.sources is ['x']; it must be of type Mapping"),
-        ("data.sources.sea", "x.txt", "data.sources.sea is 'x.txt'; it must be of type Mapping"),
+        ("data", [], "data must hold keys and values (a mapping), not a list"),
+        ("data.sources", ["x"], "data.sources must hold keys and values (a mapping), not a list"),
+        ("data.sources.sea", "x.txt", "data.sources.sea must hold keys and values (a mapping), "),
+        ("train", None, "train must hold keys and values (a mapping), not nothing"),
         ("data.sources.sea.files", "x", "data.sources.sea.files is 'x'; it must be of type list"),
         ("data.validation", [3], "data.validation is [3]; it must be a list of strings"),
         ("tokenizer.train_on", ["sea", 1], "tokenizer.train_on is ['sea', 1]; it must be a list"),
@@ -198,7 +200,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_settings(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_settings(write(tmp_path, "a: [1"))
-    with pytest.raises(ConfigError, match=r"config\.yaml is None; it must be of type Mapping"):
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml must hold keys and values \(a mapping\), not nothing"
+    ):
         load_settings(write(tmp_path, ""), ["train.steps=3"])
     (tmp_path / "config.yaml").write_bytes(b"a: caf\xe9")
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -244,3 +248,18 @@ def test_the_page_lists_every_key_with_its_default() -> None:
                 value = yaml.safe_load(default)
                 assert built == (float(value) if isinstance(built, float) else value), key
     assert rows == {}
+
+
+def test_a_file_that_holds_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- output_dir: x\n- model: bundled\n")
+    wanted = r"list\.yaml must hold keys and values \(a mapping\), not a list"
+    with pytest.raises(ConfigError, match=wanted):
+        load_settings(path, ["train.steps=3"])
+
+
+def test_the_example_of_the_page_is_complete() -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    settings = parse_settings(yaml.safe_load(example))
+    assert isinstance(settings.model, dict)
+    assert isinstance(parse_config(settings.model), YocoConfig)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yocolm.engine.engine import require_device
-from yocolm.errors import RequestError
+from yocolm.errors import NumericsError, RequestError
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
 from yocolm.models.registry import load_model, load_tokenizer
@@ -79,13 +79,21 @@ class Perplexity:
     first_token_scored: bool
     by_position: tuple[Bucket, ...] = field(default=())
 
+    @property
+    def perplexity_per_token(self) -> float | None:
+        """None above what a float holds."""
+        try:
+            return math.exp(self.nll_per_token)
+        except OverflowError:
+            return None
+
     def to_json(self) -> dict[str, object]:
         return {
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "bytes": self.bytes,
             "nll_per_token": self.nll_per_token,
-            "perplexity_per_token": math.exp(self.nll_per_token),
+            "perplexity_per_token": self.perplexity_per_token,
             "context": self.context,
             "stride": self.stride,
             "first_token_scored": self.first_token_scored,
@@ -108,7 +116,8 @@ def perplexity(
 
     `context` defaults to what the model was built for, at most 2048; `stride` to half of it.
     `progress` is called with (windows done, windows in all). Raises RequestError for a model
-    without a tokenizer, a file that is not UTF-8 or too short, and for windows out of range.
+    without a tokenizer, a file that is not UTF-8 or too short, and for windows out of range;
+    NumericsError at the first loss that is NaN or infinite.
     """
     content = read_text(Path(file))
     tokenizer = load_tokenizer(model)
@@ -258,7 +267,10 @@ class _Totals:
 def _losses(
     model: torch.nn.Module, stream: Tensor, group: Sequence[tuple[int, int, int]]
 ) -> list[Tensor]:
-    """Negative log-likelihood [window length] float64 of each window's targets, on the CPU."""
+    """Negative log-likelihood [window length] float64 of each window's targets, on the CPU.
+
+    Raises NumericsError naming the window if one is not finite.
+    """
     causal: CausalLM = model  # type: ignore[assignment]
     device = next(model.parameters()).device
     lengths = [stop - start for start, stop, _ in group]
@@ -270,6 +282,21 @@ def _losses(
     while row < len(hidden):
         logits = causal.logits(hidden[row : row + block]).float()
         losses.append(F.cross_entropy(logits, targets[row : row + block], reduction="none"))
+        _check_finite(losses[-1], group, row)
         row += len(logits)
         block = max(1, min(_LOGITS_ROWS, _LOGITS_ELEMENTS // logits.shape[1]))
     return list(torch.cat(losses).double().cpu().split(lengths))
+
+
+def _check_finite(loss: Tensor, group: Sequence[tuple[int, int, int]], row: int) -> None:
+    """`loss` belongs to the packed rows of the windows in `group` from `row` on."""
+    bad = (~loss.isfinite()).nonzero()
+    if len(bad) == 0:
+        return
+    first = int(bad[0])
+    rows = [(start, stop) for start, stop, _ in group for _ in range(start, stop)]
+    start, stop = rows[row + first]  # attention may have spread it over the whole window
+    raise NumericsError(
+        f"the loss is {float(loss[first])} in the window of tokens {start} to {stop - 1}: the "
+        "model's logits are not finite there; check its weights, or compute in float32"
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from yocolm.config import CrossConfig, RetentionConfig, RopeConfig, WindowConfig, YocoConfig
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
-from yocolm.fields import read_json, write_json
+from yocolm.fields import Fields, parse_integer, read_json, write_json
 from yocolm.models.presets import BOS_ID, CL100K_VOCAB_SIZE, EOS_ID, PAD_ID
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
@@ -85,7 +85,7 @@ def load_authors_config(folder: str | Path) -> YocoConfig:
 def parse_params(params: Mapping[str, Any]) -> YocoConfig:
     """`params.json` as a configuration.
 
-    Raises ConfigError naming fields that are missing or not known.
+    Raises ConfigError naming fields that are missing, not known or not numbers.
     """
     if missing := [name for name in _REQUIRED if name not in params]:
         raise ConfigError(f"{PARAMS_FILE} lacks {', '.join(missing)}")
@@ -94,27 +94,29 @@ def parse_params(params: Mapping[str, Any]) -> YocoConfig:
             f"{PARAMS_FILE}: unknown field {', '.join(unknown)} could change what the model "
             f"computes; known fields: {', '.join((*_REQUIRED, *_OPTIONAL, *_RUNTIME))}"
         )
-    dim, heads = params["dim"], params["n_attn_heads"]
-    self_heads, layers = params["n_self_heads"], params["n_layers"]
+    fields = Fields(PARAMS_FILE, params)
+    dim, heads, self_heads, layers, width, vocab = (
+        parse_integer(f"{PARAMS_FILE}: {name}", params[name])
+        for name in ("dim", "n_attn_heads", "n_self_heads", "n_layers", "hidden_dim", "vocab_size")
+    )
     for name, count in (("n_attn_heads", heads), ("n_self_heads", self_heads)):
         if count < 1 or dim % count:
             raise ConfigError(f"{PARAMS_FILE}: {name} {count} does not divide dim {dim}")
-    rope = RopeConfig(float(params.get("rope_theta", 10000.0)), interleaved=True, inclusive=True)
-    window = params.get("sliding_window") or None
+    rope = RopeConfig(fields.number("rope_theta", 10000.0), interleaved=True, inclusive=True)
     mixer: RetentionConfig | WindowConfig = RetentionConfig(self_heads, dim // self_heads, rope)
-    if window is not None:
+    if window := parse_integer("sliding_window", params.get("sliding_window") or 0):
         mixer = WindowConfig(self_heads, self_heads, dim // self_heads, window, rope)
-    context = params.get("max_seq_len") or -1
+    context = fields.integer("max_seq_len", 0)
     return YocoConfig(
-        vocab_size=params["vocab_size"],
+        vocab_size=vocab,
         hidden_size=dim,
-        intermediate_size=params["hidden_dim"],
+        intermediate_size=width,
         # Their two decoders have n_layers // 2 each, so an odd count loses one.
         num_layers=layers // 2 * 2,
         num_self_layers=layers // 2,
         mixer=mixer,
-        cross=CrossConfig(heads, params.get("n_attn_kv_heads") or heads, dim // heads, rope),
-        norm_eps=float(params.get("norm_eps", 1e-5)),
+        cross=CrossConfig(heads, fields.integer("n_attn_kv_heads", 0) or heads, dim // heads, rope),
+        norm_eps=fields.number("norm_eps", 1e-5),
         max_position_embeddings=context if context > 0 else DEFAULT_CONTEXT,
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
@@ -184,6 +186,9 @@ def convert(
     Raises CheckpointError as `load_authors_weights` does.
     """
     src, dst = Path(src), Path(dst)
+    if not src.is_dir():
+        problem = "is not a folder" if src.exists() else "does not exist"
+        raise CheckpointError(f"{src} {problem}; give the folder that holds {PARAMS_FILE}")
     if not is_authors_folder(src):
         raise CheckpointError(
             f"{src} has no {PARAMS_FILE}; convert reads the YOCO authors' checkpoints "

@@ -13,7 +13,7 @@ from torch import nn
 
 from yocolm.config import ModelConfig, YocoConfig, parse_config
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
-from yocolm.fields import read_json
+from yocolm.fields import parse_token_ids, read_json
 from yocolm.models.authors import (
     CHECKPOINT_FILE,
     PARAMS_FILE,
@@ -30,6 +30,7 @@ from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 _RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -58,6 +59,11 @@ def resolve(model: str | Path) -> ModelSource:
     Raises CheckpointError saying what was tried, ConfigError for an unknown preset.
     """
     name = str(model)
+    if not name.strip():
+        raise CheckpointError(
+            "model is empty: give a folder, a Hugging Face id (OWNER/NAME), 'bundled' or "
+            "'random:PRESET'"
+        )
     if name == "bundled":
         return _folder_source(name, BUNDLED)
     if name.lower().startswith(_RANDOM):
@@ -81,7 +87,7 @@ def load_config(model: str | Path | ModelSource) -> ModelConfig:
     folder = _folder(source)
     if source.kind == "authors":
         return load_authors_config(folder)
-    return parse_config(read_json(folder / CONFIG_FILE))
+    return _parse_file(folder / CONFIG_FILE)
 
 
 def build_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
@@ -144,10 +150,21 @@ def load_tokenizer(model: str | Path | ModelSource) -> Tokenizer | None:
 
 
 def load_generation_config(model: str | Path | ModelSource) -> dict[str, Any]:
-    """generation_config.json, or an empty dictionary."""
+    """generation_config.json, or an empty dictionary.
+
+    Raises CheckpointError naming the file if it is damaged or its token ids are no numbers.
+    """
     source = _source(model)
-    path = None if source.folder is None else source.folder / "generation_config.json"
-    return read_json(path) if path is not None and path.exists() else {}
+    path = None if source.folder is None else source.folder / GENERATION_FILE
+    if path is None or not path.exists():
+        return {}
+    fields = read_json(path)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        try:
+            parse_token_ids(name, fields.get(name))
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}, a list of them, or null") from error
+    return fields
 
 
 def eos_token_ids(
@@ -155,7 +172,7 @@ def eos_token_ids(
 ) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's, or else the configuration's, and the
     tokenizer's."""
-    stated = generation.get("eos_token_id", config.eos_token_id)
+    stated = parse_token_ids("eos_token_id", generation.get("eos_token_id", config.eos_token_id))
     ids: list[int] = [stated] if isinstance(stated, int) else list(stated or ())
     if tokenizer is not None:
         ids.extend(tokenizer.eos_token_ids)
@@ -163,7 +180,11 @@ def eos_token_ids(
 
 
 def parse_dtype(dtype: torch.dtype | str, model: str | Path | ModelSource) -> torch.dtype:
-    """A dtype by name; "auto" is what config.json says (float32 if nothing that is supported)."""
+    """A dtype by name; "auto" is the one that config.json names.
+
+    Of torch's other dtypes (float16) and where none is named, that is float32; a name that torch
+    does not know is a ConfigError, as is a `dtype` that is not supported.
+    """
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ConfigError(f"dtype {dtype} is not supported; allowed: {', '.join(DTYPES)}, auto")
@@ -172,12 +193,33 @@ def parse_dtype(dtype: torch.dtype | str, model: str | Path | ModelSource) -> to
         source = _source(model)
         if source.kind != "native":
             return torch.float32
-        fields = read_json(_folder(source) / CONFIG_FILE)
-        saved = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
-        return DTYPES.get(saved.removeprefix("torch."), torch.float32)
+        return _saved_dtype(_folder(source) / CONFIG_FILE)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}, auto")
     return DTYPES[dtype]
+
+
+def _saved_dtype(path: Path) -> torch.dtype:
+    """The dtype that a config.json names in either spelling of transformers."""
+    fields = read_json(path)
+    given = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None]
+    if not given:
+        return torch.float32
+    saved = fields[given[0]]
+    name = saved.removeprefix("torch.") if isinstance(saved, str) else ""
+    if name not in DTYPES and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ConfigError(
+            f"{path}: {given[0]} is {saved!r}, which is no dtype of torch; allowed: "
+            f"{', '.join(DTYPES)}, float16 (loaded as float32), or null"
+        )
+    return DTYPES.get(name, torch.float32)
+
+
+def _parse_file(path: Path) -> ModelConfig:
+    try:
+        return parse_config(read_json(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _source(model: str | Path | ModelSource) -> ModelSource:
@@ -199,10 +241,10 @@ def _folder_source(name: str, folder: Path) -> ModelSource:
 
 def _random_config(what: str) -> ModelConfig:
     path = Path(os.path.expanduser(what))
-    if path.is_dir():
+    if what and path.is_dir():
         path = path / CONFIG_FILE
     if path.suffix == ".json":
-        return parse_config(read_json(path))
+        return _parse_file(path)
     return preset(what)
 
 

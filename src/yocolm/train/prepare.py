@@ -12,7 +12,7 @@ from torch import nn
 from yocolm.config import ModelConfig, parse_config
 from yocolm.errors import ConfigError
 from yocolm.models.registry import ModelSource, build_model, load_config, load_model, resolve
-from yocolm.tokenizer import TOKENIZER_FILE
+from yocolm.tokenizer import TOKENIZER_FILE, read_tokenizer
 from yocolm.train.data import expand, read_documents
 from yocolm.train.settings import TrainSettings
 from yocolm.train.tokenizer import train_tokenizer
@@ -38,13 +38,13 @@ def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
                 f"model {s.model!r} has no {TOKENIZER_FILE}; name the one that it was trained "
                 "with as tokenizer.path"
             )
-        return Tokenizer.from_file(str(own))
+        return read_tokenizer(own)
     path = Path(s.tokenizer.path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if path.exists():
-        tokenizer = Tokenizer.from_file(str(path))
-        if own is not None and Tokenizer.from_file(str(own)).get_vocab() != tokenizer.get_vocab():
+        tokenizer = read_tokenizer(path)
+        if own is not None and read_tokenizer(own).get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
                 f"tokenizer.path {s.tokenizer.path} has another vocabulary than {own}, with which "
                 f"model {s.model!r} was trained; leave tokenizer.path out"

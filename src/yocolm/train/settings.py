@@ -94,6 +94,10 @@ class TrainSettings:
 
 
 def _expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+    if kind is Mapping and not isinstance(value, Mapping):
+        names = {list: "a list", type(None): "nothing"}
+        found = names.get(type(value), repr(value))
+        raise ConfigError(f"{where} must hold keys and values (a mapping), not {found}")
     wrong_bool = isinstance(value, bool) and kind is not bool
     if wrong_bool or not isinstance(value, kind):
         names = kind if isinstance(kind, tuple) else (kind,)

@@ -56,7 +56,8 @@ class Trainer:
     """One run: model, optimisers, data and their progress.
 
     Takes up the newest checkpoint in ``settings.output_dir``. Raises ConfigError if it is of a
-    training with other settings. Prints to ``out``, which is standard error by default.
+    training with other settings, or past the last step. Prints to ``out``, which is standard
+    error by default.
     """
 
     def __init__(self, settings: TrainSettings, out: TextIO | None = None) -> None:
@@ -140,7 +141,8 @@ class Trainer:
     def validate(self, max_tokens: int) -> dict[str, float]:
         """Loss on the validation text, in windows of ``sequence_length`` that each start cold.
 
-        Bits per byte take the whole text's ratio of tokens to bytes.
+        Bits per byte take the whole text's ratio of tokens to bytes. Raises NumericsError if the
+        loss is not finite.
         """
         length = self.s.data.sequence_length
         stop = min(len(self.validation) - 1, max_tokens)
@@ -152,6 +154,11 @@ class Trainer:
             lengths = [length] * whole + ([rest] if rest else [])
             total += float(self.loss_sum(ids[:-1], ids[1:], lengths))
         nll = total / stop
+        if not math.isfinite(nll):
+            raise NumericsError(
+                f"the validation loss is {nll} at step {self.step}; lower train.learning_rate "
+                "and start anew in another output_dir"
+            )
         tokens_per_byte = (len(self.validation) - 1) / self.validation_bytes
         figures = {"nll_per_token": nll, "bits_per_byte": nll / math.log(2) * tokens_per_byte}
         self.progress.validation(figures, stop, self.step)
@@ -202,6 +209,12 @@ class Trainer:
         if state is None:
             return
         check_fingerprint(state["fingerprint"], self._fingerprint(), self.folder)
+        if state["step"] > self.s.train.steps:
+            raise ConfigError(
+                f"train.steps is {self.s.train.steps}, but {self.folder} holds a checkpoint of "
+                f"step {state['step']}: set train.steps to {state['step']} or more, or give "
+                "another output_dir"
+            )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
