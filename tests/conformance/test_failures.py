@@ -225,3 +225,35 @@ def test_an_idle_step_does_nothing() -> None:
     assert engine.step() == []
     assert not engine.has_unfinished_requests()
     engine.check()
+
+
+@pytest.mark.parametrize("where", ["_keep_prompt_scores", "_keep_samples"])
+def test_an_interrupt_between_run_and_results(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing advances twice, and what ended in that step is still delivered."""
+    for name in ("window-grouped", "retention", "llama"):
+        engine = make_engine(name, "float64", budget=8)
+        for i in range(3):
+            engine.add_request(
+                str(i), prompt_of(6 + i, i), SamplingParams(temperature=0, max_tokens=7)
+            )
+        done = {}
+        for after in (1, 2, 5):
+            keep, stop = getattr(engine, where), once(KeyboardInterrupt(), after)
+
+            def interrupted(*args: Any, keep: Any = keep, stop: Any = stop) -> None:
+                stop()
+                keep(*args)
+
+            monkeypatch.setattr(engine, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    done.update((o.request_id, o) for o in engine.step() if o.finished)
+            monkeypatch.setattr(engine, where, keep)
+            engine.check()
+        while engine.has_unfinished_requests() or len(done) < 3:
+            done.update((o.request_id, o) for o in engine.step() if o.finished)
+        engine.check()
+        for i in range(3):
+            params = SamplingParams(temperature=0, max_tokens=7)
+            alone = run_one(make_engine(name, "float64"), prompt_of(6 + i, i), params)
+            assert done[str(i)].outputs[0].token_ids == alone.outputs[0].token_ids

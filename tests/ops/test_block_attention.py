@@ -276,3 +276,32 @@ def test_pairs_leave_out_what_no_row_sees() -> None:
     assert len(page_pairs(rows, torch.arange(20)[None], 16).row_block) == 3
     assert len(ring_pairs(rows, torch.tensor([1]), torch.tensor([32]), window=8).row_block) == 0
     assert len(ring_pairs(rows, torch.tensor([1]), torch.tensor([34]), window=8).row_block) == 1
+
+
+def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes of forked samples, which share pages, and of others collect no page."""
+    copied: list[int] = []
+    select = torch.Tensor.index_select
+
+    def spy(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        copied.append(len(index))
+        return select(self, dim, index)
+
+    shared = list(range(1, 21))
+    tables = torch.tensor([shared + [25 + i] for i in range(3)] + [list(range(30, 51))])
+    positions = torch.full((4,), 21 * 4 - 1)
+    k, v = (randn(60, KV_HEADS, 4, KEY, seed=seed) for seed in (1, 2))
+    q = randn(4, HEADS, KEY, seed=3)
+    [rows] = cut_rows(torch.arange(5), positions)
+    pairs = page_pairs(rows, tables, 4)
+    monkeypatch.setattr(torch.Tensor, "index_select", spy)
+    out = attend_blocks(q, [(rows, [KeySource(k, v, pairs)])])
+    assert sum(copied) <= 2 * 3, "at most the three tails, keys and values"
+    keys = torch.arange(21 * 4)
+    for i in range(4):
+        own_k, own_v = (x[tables[i]].transpose(1, 2).flatten(0, 1) for x in (k, v))
+        where = torch.zeros(1, dtype=torch.int64), positions[:1]
+        exact = attention_reference(
+            q[i : i + 1], own_k, own_v, where, (torch.zeros_like(keys), keys)
+        )
+        assert apart(out[i : i + 1], exact) <= OPS["float64"]

@@ -26,7 +26,7 @@ from yocolm.engine.request import Request, Sequence
 from yocolm.engine.runner import EntryOutput, Runner, TokenScore
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.scheduler import Scheduler
-from yocolm.engine.settings import EngineSettings, size_pools
+from yocolm.engine.settings import EngineSettings, available_memory, size_pools
 from yocolm.engine.state import PagedState
 from yocolm.engine.text import SequenceText
 from yocolm.errors import ConfigError, RequestError
@@ -73,10 +73,20 @@ class Engine:
         weight: torch.Tensor = next(iter(model.parameters()))
         self.max_model_len = self.settings.max_model_len or config.max_position_embeddings
         page_size = self.settings.page_size
-        sizes = size_pools(self.settings, self.spec, weight.element_size(), self.max_model_len)
-        state = PagedState(
-            self.spec, sizes.num_pages, page_size, sizes.num_slots, weight.dtype, weight.device
+        on_gpu = weight.device.type == "cuda"
+        free = torch.cuda.mem_get_info(weight.device)[0] if on_gpu else available_memory()
+        sizes = size_pools(
+            self.settings, self.spec, weight.element_size(), self.max_model_len, free
         )
+        try:
+            state = PagedState(
+                self.spec, sizes.num_pages, page_size, sizes.num_slots, weight.dtype, weight.device
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no memory for {sizes.num_pages} pages and {sizes.num_slots} slots: {error}; "
+                "lower kv_memory or max_num_seqs"
+            ) from error
         self.scheduler = Scheduler(
             PagePool(sizes.num_pages, page_size),
             SlotPool(sizes.num_slots),
@@ -89,6 +99,7 @@ class Engine:
             model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
         )
         self._answers: dict[str, _Answer] = {}
+        self._interrupted = False
 
     # Requests
 
@@ -113,8 +124,8 @@ class Engine:
             )
         text, ids = self._tokenize(prompt)
         self._check(ids, params)
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        params = replace(params, seed=seed)  # a copy: the caller's may change
         now = time.monotonic() if arrival_time is None else arrival_time
         request = Request(request_id, ids, params, now, self.eos_token_ids, text)
         self.scheduler.add(request)
@@ -135,20 +146,35 @@ class Engine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Advance every scheduled sequence once. Returns the requests that have something new."""
+        """Advance every scheduled sequence once. Returns the requests that have something new.
+
+        An interrupt leaves the engine fit to go on: since the state that a step has written is not
+        what the scheduler knows of, everybody recomputes.
+        """
+        try:
+            changed = self._advance()
+        except BaseException:
+            self.scheduler.preempt_all()
+            self._interrupted = True
+            raise
+        touched = dict.fromkeys(seq.request.request_id for seq in changed)
+        if self._interrupted:  # what ended in the step that was cut short
+            touched.update((i, None) for i, a in self._answers.items() if a.request.finished)
+            self._interrupted = False
+        return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
+
+    def _advance(self) -> list[Sequence]:
         plan = self.scheduler.schedule(time.monotonic())
         outputs = self._run(plan)
         self._keep_prompt_scores(plan, outputs)
         changed = self.scheduler.update(plan, [output.result for output in outputs])
         self._keep_samples(plan, outputs, changed)
-        touched = dict.fromkeys(seq.request.request_id for seq in changed)
-        return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
+        return changed
 
     def _run(self, plan: Plan) -> list[EntryOutput]:
         """Run the plan; what it raises (out of memory, most of all) fails the requests in the step.
 
-        All others recompute their state: the step may owe them copies. So does everybody when the
-        step is interrupted: what it has written is not what the scheduler knows of.
+        All others recompute their state: the step may owe them copies.
         """
         try:
             return self.runner.run(plan)
@@ -156,9 +182,6 @@ class Engine:
             self.scheduler.preempt_all()
             reason = f"the step failed: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
-        except BaseException:
-            self.scheduler.preempt_all()
-            raise
 
     # Prompts
 

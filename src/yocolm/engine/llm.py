@@ -104,6 +104,8 @@ class LLM:
         ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
+                while str(self._counter) in self.engine.scheduler.requests:
+                    self._counter += 1
                 request_id = str(self._counter)
                 self._counter += 1
                 self.engine.add_request(request_id, prompt, one)
@@ -115,9 +117,10 @@ class LLM:
 
     def _finish(self, ids: list[str], show_progress: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        wanted = set(ids)  # requests may have been added to the engine directly as well
         while len(done) < len(ids):
             for output in self.engine.step():
-                if output.finished:
+                if output.finished and output.request_id in wanted:
                     done[output.request_id] = output
             if show_progress:
                 print(f"\r{len(done)}/{len(ids)} requests", end="", file=sys.stderr, flush=True)
@@ -134,7 +137,7 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     listed = list(prompts)
     if listed and all(isinstance(item, Integral) for item in listed):
         return [cast(Prompt, listed)]
-    return cast(list[Prompt], listed)
+    return cast(Any, listed)
 
 
 def _params_of(

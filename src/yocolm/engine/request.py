@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
+
+import numpy as np
 
 from yocolm.engine.outputs import FinishReason
 from yocolm.engine.sampling_params import SamplingParams
@@ -40,6 +43,11 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_token_ids)
+
+    @cached_property
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as int64, converted once: penalties look at it in every step."""
+        return np.asarray(self.prompt_token_ids, dtype=np.int64)
 
     @property
     def scored_rows(self) -> range:

@@ -70,7 +70,9 @@ class Runner:
         self.logit_rows = max(1, LOGITS_ELEMENTS // vocab_size)
         self.stats = StepStats()
         self._block_table = torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
-        self._tabled: dict[int, tuple[Sequence, int]] = {}  # slot -> owner, pages in the table
+        self._tabled: dict[
+            int, tuple[tuple[int, int], int]
+        ] = {}  # slot -> owner, pages in the table
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[EntryOutput]:
@@ -126,10 +128,10 @@ class Runner:
             slot, count = _slot(seq), len(seq.pages)
             longest = max(longest, count)
             owner, known = self._tabled.get(slot, (None, 0))
-            first = known if owner is seq and entry.start > 0 else 0
+            first = known if owner == seq.order and entry.start > 0 else 0
             if first < count:
                 self._block_table[slot, first:count] = self._ints(seq.pages[first:])
-                self._tabled[slot] = seq, count
+                self._tabled[slot] = seq.order, count
         return self._block_table[slots, :longest]
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -241,7 +243,7 @@ def _sampling_row(seq: Sequence, sample_index: int) -> SamplingRow:
         index=seq.num_output,
         logit_bias=params.logit_bias or {},
         banned=banned,
-        prompt=request.prompt_token_ids,
+        prompt=request.prompt_array,
         output=seq.output_token_ids,
     )
 

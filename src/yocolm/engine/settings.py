@@ -65,15 +65,20 @@ class PoolSizes:
 
 
 def size_pools(
-    settings: EngineSettings, spec: ModelSpec, dtype_bytes: int, max_model_len: int
+    settings: EngineSettings,
+    spec: ModelSpec,
+    dtype_bytes: int,
+    max_model_len: int,
+    free_memory: int,
 ) -> PoolSizes:
     """Divide the memory: a slot for every sequence, the rest in pages, no more than can be used.
 
+    Without ``kv_memory`` a quarter of ``free_memory``, the device's free bytes, is divided.
     Raises ConfigError if not even one sequence of one page fits.
     """
     budget = parse_bytes(settings.kv_memory)
     if budget is None:
-        budget = available_memory() // 4
+        budget = free_memory // 4
     slot_bytes = spec.slot_bytes(dtype_bytes)
     page_bytes = spec.page_bytes(settings.page_size, dtype_bytes)
     seqs = settings.max_num_seqs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from yocolm.models.base import KV, Batch
-from yocolm.models.spec import ModelSpec, Store
+from yocolm.models.spec import RETENTION_CHUNK, ModelSpec, Store
 from yocolm.ops.band_attention import band_attention, cut_band
 from yocolm.ops.block_attention import (
     KeySource,
@@ -24,7 +24,6 @@ from yocolm.ops.blocks import Blocks, cut_blocks
 from yocolm.ops.chunk_attention import MANY_ROWS, chunk_attention, gather_pages
 from yocolm.ops.retention import retention_chunkwise, retention_step
 
-RETENTION_CHUNK = 128
 TOKEN_BLOCK = 64  # a step's own tokens meet window queries in blocks of so many
 
 
@@ -115,7 +114,8 @@ class WindowKV:
                 for rows in groups
             ]
 
-        pairs = batch.memo(("window", window), plan)
+        shapes = tuple(rows.index.shape for rows in groups)
+        pairs = batch.memo(("window", window, shapes), plan)
         sources = [
             (rows, [KeySource(self.k_ring, self.v_ring, old), KeySource(k, v, new)])
             for rows, (old, new) in zip(groups, pairs, strict=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from yocolm.models.base import KV, Batch
+from yocolm.models.spec import RETENTION_CHUNK
 from yocolm.ops.attention import causal_attention, window_attention
 from yocolm.ops.block_attention import (
     KeySource,
@@ -59,7 +60,7 @@ class DenseState:
         chunk_size: retention's own, see ``ops/retention.py``.
     """
 
-    def __init__(self, chunk_size: int = 128) -> None:
+    def __init__(self, chunk_size: int = RETENTION_CHUNK) -> None:
         self.chunk_size = chunk_size
 
     def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:

@@ -17,6 +17,7 @@ from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
 StoreKind = Literal["global_kv", "window_kv", "recurrent"]
 STATE_BYTES = 4  # recurrent state is float32 even where the model is narrower
 DEFAULT_PAGE_SIZE = 64
+RETENTION_CHUNK = 128  # tokens a chunk of retention's chunkwise form, in the engine and in training
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class ModelSpec:
         """Attention of the second half for one row that sees `context` tokens."""
         return sum(mixer.flops(context) for mixer in self.read_mixers)
 
-    def write_flops(self, start: int, stop: int, chunk: int = 256) -> int:
+    def write_flops(self, start: int, stop: int, chunk: int = RETENTION_CHUNK) -> int:
         """The whole first half for the tokens at positions start..stop-1."""
         mixing = sum(mixer.span_flops(start, stop, chunk) for mixer in self.write_mixers)
         return (stop - start) * self.write_flops_per_token + mixing
@@ -157,7 +158,7 @@ class ModelSpec:
         per_row = self.read_flops_per_row + self.logits_flops_per_row
         return sum(per_row + self.read_attention_flops(context) for context in contexts)
 
-    def prefill_flops(self, num_tokens: int, chunk: int = 256) -> int:
+    def prefill_flops(self, num_tokens: int, chunk: int = RETENTION_CHUNK) -> int:
         """A prompt that needs only its last row."""
         return self.write_flops(0, num_tokens, chunk) + self.read_flops((num_tokens,))
 

@@ -11,8 +11,8 @@ Shapes: R rows, H query heads, G key heads, NB row blocks of B rows, P pairs, L 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from yocolm.ops.blocks import Blocks
 
 ROW_BLOCK = 64  # rows a block when a sequence has several
+SHORT_RUN = 4  # fewer consecutive key blocks are not worth a tile of their own
 TILE_ELEMENTS = 1 << 20  # keys, or scores, that a tile may hold: stays in the cache
 _LOWEST = -1e30  # finite, so that fully masked rows merge without NaN
 
@@ -44,6 +45,13 @@ class RowBlocks:
         return self.positions.amax(1)
 
 
+class Tile(NamedTuple):
+    """Some pairs, and the first of their key blocks where these are consecutive."""
+
+    pairs: slice
+    first: int | None
+
+
 @dataclass(frozen=True)
 class Pairs:
     """What meets what: ``row_block``, ``key_block`` [P]; keys' positions [P, L], -1 for none."""
@@ -51,6 +59,33 @@ class Pairs:
     row_block: Tensor
     key_block: Tensor
     key_positions: Tensor
+    _tiles: dict[int, list[Tile]] = field(init=False, repr=False, default_factory=dict)
+
+    def tiles(self, most: int) -> list[Tile]:
+        """Cut into tiles of at most ``most`` pairs; worked out once for all layers of a batch."""
+        if most not in self._tiles:
+            self._tiles[most] = _cut_tiles(self.key_block, most)
+        return self._tiles[most]
+
+
+def _cut_tiles(key_block: Tensor, most: int) -> list[Tile]:
+    """Long runs of consecutive key blocks become views; short ones are collected together."""
+    if not len(key_block):
+        return []
+    breaks = torch.nonzero(key_block.diff() != 1).squeeze(1) + 1
+    edges = [0, *breaks.tolist(), len(key_block)]
+    spans: list[tuple[int, int, bool]] = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        run = stop - start >= SHORT_RUN
+        if spans and not run and not spans[-1][2]:
+            start = spans.pop()[0]
+        spans.append((start, stop, run))
+    firsts = key_block[[start for start, _, _ in spans]].tolist()
+    return [
+        Tile(slice(i, min(i + most, stop)), first + i - start if run else None)
+        for (start, stop, run), first in zip(spans, firsts, strict=True)
+        for i in range(start, stop, most)
+    ]
 
 
 @dataclass(frozen=True)
@@ -105,10 +140,17 @@ def expand_pairs(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def page_pairs(rows: RowBlocks, block_table: Tensor, page_size: int) -> Pairs:
-    """Every row block with the pages of its sequence up to its last position, in page order."""
+    """Every row block with the pages of its sequence up to its last position.
+
+    In page order, so that neighbours in memory become neighbours in tiles. Of pages that forked
+    samples share, first come all first uses, then all second ones: each a run of its own.
+    """
     row_block, page = expand_pairs(torch.zeros_like(rows.seq), rows.last // page_size + 1)
     key_block = block_table[rows.seq[row_block], page]
-    order = torch.argsort(key_block, stable=True)  # neighbours in memory become neighbours in tiles
+    order = torch.argsort(key_block, stable=True)
+    ordered = key_block[order]
+    use = torch.arange(len(ordered), device=page.device) - torch.searchsorted(ordered, ordered)
+    order = order[torch.argsort(use, stable=True)]
     row_block, page, key_block = row_block[order], page[order], key_block[order]
     offsets = torch.arange(page_size, device=page.device)
     return Pairs(row_block, key_block, page[:, None] * page_size + offsets)
@@ -182,10 +224,10 @@ def _attend_group(
     folded = _fold_rows(q, rows, sources[0].k.shape[1]).to(wide) * scale  # [NB, G, (H/G) * B, K]
     merged = _Merge(folded, sources[0].v.shape[-1])
     for source in sources:
-        for tile in _tiles(source, folded.shape[2]):
+        for tile, first_block in _tiles(source, folded.shape[2]):
             row_block = source.pairs.row_block[tile]
-            k = _key_tile(source.k, source.pairs.key_block[tile])
-            v = _key_tile(source.v, source.pairs.key_block[tile])
+            k = _key_tile(source.k, source.pairs.key_block[tile], first_block)
+            v = _key_tile(source.v, source.pairs.key_block[tile], first_block)
             # A bfloat16 product would round the scores, and the softmax with them, to 8 bits.
             scores = torch.matmul(folded[row_block], k.to(wide).transpose(-1, -2))
             if softcap:
@@ -206,20 +248,18 @@ def _unseen(row_positions: Tensor, key_positions: Tensor, window: int) -> Tensor
     return unseen[:, None, None]
 
 
-def _tiles(source: KeySource, folded_rows: int) -> Iterator[slice]:
-    """Slices of the pairs, each of a bounded number of keys and scores."""
+def _tiles(source: KeySource, folded_rows: int) -> list[Tile]:
+    """Tiles of the pairs, each of a bounded number of keys and scores."""
     _, groups, length, dim = source.k.shape
     per_pair = groups * length * max(dim, folded_rows)
-    step = max(1, TILE_ELEMENTS // per_pair)
-    for start in range(0, len(source.pairs.row_block), step):
-        yield slice(start, start + step)
+    return source.pairs.tiles(max(1, TILE_ELEMENTS // per_pair))
 
 
-def _key_tile(blocks: Tensor, key_block: Tensor) -> Tensor:
+def _key_tile(blocks: Tensor, key_block: Tensor, first: int | None) -> Tensor:
     """Key blocks ``key_block``: a view where they are consecutive, else collected."""
-    first, last = int(key_block[0]), int(key_block[-1])
-    consecutive = last - first == len(key_block) - 1 and bool((key_block.diff() == 1).all())
-    return blocks[first : last + 1] if consecutive else blocks.index_select(0, key_block)
+    if first is None:
+        return blocks.index_select(0, key_block)
+    return blocks[first : first + len(key_block)]
 
 
 def _fold_rows(q: Tensor, rows: RowBlocks, groups: int) -> Tensor:

@@ -55,7 +55,7 @@ class SamplingRow:
     index: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned: Sequence[int] = ()
-    prompt: Sequence[int] = ()
+    prompt: Sequence[int] | np.ndarray = ()
     output: Sequence[int] = ()
 
     @property
