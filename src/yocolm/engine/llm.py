@@ -131,7 +131,7 @@ class LLM:
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
-        return [prompts]
+        return [cast(Prompt, prompts)]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {prompts!r}; give text, token ids, or a list of prompts")
     listed = list(prompts)
