@@ -1,10 +1,10 @@
 """The exceptions that yocolm raises on purpose.
 
     YocolmError
-    ├── ConfigError             a model configuration that cannot be built (also a ValueError)
+    ├── ConfigError             a model, engine or training configuration that cannot be (ValueError)
     ├── CheckpointError         files that are missing, damaged or do not fit the model (ValueError)
     ├── RequestError            a bad prompt or sampling parameter (ValueError)
-    ├── NumericsError           NaN or Inf in the logits of one request (RuntimeError)
+    ├── NumericsError           NaN or Inf in logits, losses or gradients (RuntimeError)
     └── MissingDependencyError  an optional package is not installed (ImportError)
 
 Each message names the offending value, the limit it broke and the remedy.
@@ -16,7 +16,7 @@ class YocolmError(Exception):
 
 
 class ConfigError(YocolmError, ValueError):
-    """A model configuration is inconsistent, unknown or not supported."""
+    """A configuration of a model, an engine or a training is inconsistent or not supported."""
 
 
 class CheckpointError(YocolmError, ValueError):
@@ -28,7 +28,7 @@ class RequestError(YocolmError, ValueError):
 
 
 class NumericsError(YocolmError, RuntimeError):
-    """The logits of one request are not finite; the other requests go on."""
+    """Logits, a loss or a gradient is not finite; in the engine only that request ends."""
 
 
 class MissingDependencyError(YocolmError, ImportError):

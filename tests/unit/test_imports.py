@@ -13,7 +13,7 @@ SOURCES = {
     ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "src" / "yocolm").rglob("*.py"))
 }
-EVERYONE = {"errors", "config", "fields", "files"}
+EVERYONE = {"errors", "config", "fields"}
 # A layer -> what it may import: a layer, or one module of it. Any may import itself and EVERYONE.
 ALLOWED = {
     **dict.fromkeys([*EVERYONE, "tokenizer"], set()),
@@ -27,8 +27,9 @@ ALLOWED = {
 }
 NO_TORCH = (
     "yocolm yocolm.cli yocolm.config yocolm.errors yocolm.models.spec yocolm.models.presets "
-    "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.cost yocolm.engine.request "
-    "yocolm.engine.sampling_params yocolm.engine.outputs"
+    "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.plan yocolm.engine.request "
+    "yocolm.engine.sampling_params yocolm.engine.outputs yocolm.engine.settings "
+    "yocolm.train.settings"
 ).split()
 OPTIONAL = re.compile(r"(tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard)\b")
 FAMILIES = re.compile(r"yoco(?!lm)|llama|gemma", re.IGNORECASE)
