@@ -1,7 +1,7 @@
 """The exceptions that yocolm raises on purpose.
 
     YocolmError
-    ├── ConfigError             a model, engine or training configuration that cannot be (ValueError)
+    ├── ConfigError             a model, engine or training set-up that cannot be (ValueError)
     ├── CheckpointError         files that are missing, damaged or do not fit the model (ValueError)
     ├── RequestError            a bad prompt or sampling parameter (ValueError)
     ├── NumericsError           NaN or Inf in logits, losses or gradients (RuntimeError)

@@ -107,6 +107,8 @@ def test_hub_ids_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise hub.errors.LocalEntryNotFoundError("no network")
 
+    with pytest.raises(CheckpointError, match="foo/a--b.*could not be fetched"):
+        resolve("foo/a--b")  # refused by the client itself: no such name can exist
     monkeypatch.setattr(hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError, match="someone/model.*no network.*pass the folder"):
         resolve("someone/model")

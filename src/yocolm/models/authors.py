@@ -145,7 +145,7 @@ def load_state(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors and could run code when loaded, so it is refused; "
             f"save it again as a plain state dict ({str(error).splitlines()[0]})"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except (RuntimeError, EOFError, OSError, LookupError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a readable checkpoint: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")

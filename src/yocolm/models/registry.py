@@ -251,7 +251,11 @@ def _random_config(what: str) -> ModelConfig:
 def _download(name: str) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
     except ImportError as error:
         raise MissingDependencyError(
             f"model {name!r} is not a folder here, and fetching it from the Hugging Face hub needs "
@@ -262,7 +266,7 @@ def _download(name: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
         if not (folder / CONFIG_FILE).exists() and is_authors_folder(folder):
             huggingface_hub.snapshot_download(name, allow_patterns=[*wanted, CHECKPOINT_FILE])
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise CheckpointError(
             f"model {name!r} is not a folder here and could not be fetched from the Hugging Face "
             f"hub: {error}. Without network, download it elsewhere and pass the folder"
