@@ -19,6 +19,7 @@ from yocolm import tokenizer as tokenizer_module
 from yocolm.errors import CheckpointError, MissingDependencyError
 from yocolm.fields import write_json
 from yocolm.models.presets import CL100K_VOCAB_SIZE
+from yocolm.models.registry import BUNDLED
 from yocolm.tokenizer import (
     CL100K_PATTERN,
     AuthorsTokenizer,
@@ -93,9 +94,19 @@ def cl100k_folder() -> Path | None:
     return next((place for place in places if (place / name).exists()), None)
 
 
-@pytest.fixture(scope="module")
-def authors() -> AuthorsTokenizer:
+def bundled_ranks() -> dict[bytes, int]:
+    """Ranks of a real BPE that every clone has: the bundled model's, without its special token."""
+    bundled = JsonTokenizer.from_folder(BUNDLED, {})
+    pieces = (bundled.token_bytes(token) for token in range(1, bundled.vocab_size))
+    return {piece: rank for rank, piece in enumerate(pieces) if piece is not None}
+
+
+@pytest.fixture(scope="module", params=["bundled", "cl100k"])
+def authors(request: pytest.FixtureRequest) -> AuthorsTokenizer:
+    """The authors' tokenizer over ranks that are always here, and over their own if these are."""
     pytest.importorskip("tiktoken", reason="tiktoken is not installed")
+    if request.param == "bundled":
+        return AuthorsTokenizer(bundled_ranks())
     folder = cl100k_folder()
     if folder is None:
         pytest.skip("the cl100k_base ranks are not here: install litellm or set TIKTOKEN_CACHE_DIR")
@@ -226,10 +237,9 @@ def test_damaged_ranks_in_the_folder(tmp_path: Path) -> None:
 def test_authors_ids_are_shifted_by_four(authors: AuthorsTokenizer) -> None:
     import tiktoken
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(cl100k_folder()))
-        base = tiktoken.get_encoding("cl100k_base")
-    assert base._pat_str == CL100K_PATTERN
+    base = tiktoken.Encoding(
+        "plain", pat_str=CL100K_PATTERN, mergeable_ranks=authors.ranks, special_tokens={}
+    )
     assert -(-authors.vocab_size // 8) * 8 == CL100K_VOCAB_SIZE
     for text in TEXTS:
         ids = authors.encode(text)
@@ -237,6 +247,16 @@ def test_authors_ids_are_shifted_by_four(authors: AuthorsTokenizer) -> None:
         assert authors.decode(ids) == "".join(streamed(authors, ids)) == text
     assert authors.decode([0, 1, 2, 3, 100288], skip_special_tokens=False) == "<s><pad></s><unk>"
     assert authors.encode("<|endoftext|>", add_special_tokens=False) == [100261]
+
+
+@pytest.mark.parametrize("authors", ["cl100k"], indirect=True)
+def test_ranks_are_read_as_tiktoken_reads_them(authors: AuthorsTokenizer) -> None:
+    import tiktoken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cl100k_folder()))
+        base = tiktoken.get_encoding("cl100k_base")
+    assert base._pat_str == CL100K_PATTERN and base._mergeable_ranks == authors.ranks
 
 
 def test_authors_tokenizer_as_json_is_the_same(authors: AuthorsTokenizer, tmp_path: Path) -> None:

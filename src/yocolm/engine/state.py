@@ -41,14 +41,14 @@ class PagedKV:
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
-        many = [] if softcap else batch.memo("many", lambda: _many_rows(batch))
+        size = self.k.shape[2]
+        many = [] if softcap else batch.memo("many", lambda: _many_rows(batch, size))
         groups = batch.memo(("few", len(many)), lambda: self._few_rows(batch, bool(many)))
         out = q.new_empty(*q.shape[:2], self.v.shape[3])
         if groups:
             sources = [(rows, [KeySource(self.k, self.v, pairs)]) for rows, pairs in groups]
             out = attend_blocks(q, sources, scale, 0, softcap)
-        for seq, rows in many:
-            table = batch.block_table[seq, : int(batch.kv_lens[seq] - 1) // self.k.shape[2] + 1]
+        for rows, table in many:
             k, v = gather_pages(self.k, table), gather_pages(self.v, table)
             out[rows] = chunk_attention(q[rows], batch.positions[rows], k, v, scale)
         return out
@@ -59,11 +59,12 @@ class PagedKV:
         return [(rows, page_pairs(rows, batch.block_table, self.k.shape[2])) for rows in groups]
 
 
-def _many_rows(batch: Batch) -> list[tuple[int, slice]]:
-    """Sequences with many rows, and where these lie: prefill chunks and scored prompts."""
+def _many_rows(batch: Batch, page_size: int) -> list[tuple[slice, Tensor]]:
+    """Where sequences with many rows have them, and their pages: prefill chunks, scored prompts."""
     starts = batch.cu_seqlens.tolist()
+    pages = ((batch.kv_lens + page_size - 1) // page_size).tolist()
     return [
-        (seq, slice(start, stop))
+        (slice(start, stop), batch.block_table[seq, : pages[seq]])
         for seq, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
         if stop - start >= MANY_ROWS
     ]
@@ -231,8 +232,11 @@ class PagedState:
         outputs = []
         if singles:
             one = slice(0, singles)
-            with _SlotView(pool, batch.slots[one]) as state:
-                outputs.append(retention_step(q[one], k[one], v[one], log_decay[one], state))
+            where = batch.memo("singles", lambda: _slot_run(batch.slots[one]))
+            state = pool[where]  # a view of slots side by side, else a copy
+            outputs.append(retention_step(q[one], k[one], v[one], log_decay[one], state))
+            if not isinstance(where, slice):
+                pool[where] = state
         if singles < len(batch.lengths):
             blocks = batch.memo("chunks", lambda: _chunks(batch, singles))
             slots = batch.slots[singles:]
@@ -291,19 +295,8 @@ def _chunks(batch: Batch, singles: int) -> Blocks:
     return cut_blocks(lengths, size, batch.tokens.device)
 
 
-class _SlotView:
-    """The states of ``slots`` to be updated: in place where they lie side by side, else by copy."""
-
-    def __init__(self, pool: Tensor, slots: Tensor) -> None:
-        self._pool, self._slots = pool, slots
-        first = int(slots[0])
-        run = torch.arange(first, first + len(slots), device=slots.device)
-        self._in_place = torch.equal(slots, run)
-        self.state = pool[first : first + len(slots)] if self._in_place else pool[slots]
-
-    def __enter__(self) -> Tensor:
-        return self.state
-
-    def __exit__(self, *error: object) -> None:
-        if not self._in_place:
-            self._pool[self._slots] = self.state
+def _slot_run(slots: Tensor) -> slice | Tensor:
+    """``slots`` as a slice where they lie side by side."""
+    first = int(slots[0])
+    run = torch.arange(first, first + len(slots), device=slots.device)
+    return slice(first, first + len(slots)) if torch.equal(slots, run) else slots
