@@ -215,6 +215,20 @@ def check_grouped(owner: str, heads: int, kv_heads: int) -> None:
         raise ConfigError(f"{owner}: {kv_heads} KV heads do not divide {heads} query heads")
 
 
+def check_trunk(config: Any) -> None:
+    """What every family's configuration has: sizes of at least 1 and a norm's epsilon."""
+    check_positive(
+        config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+    if not config.norm_eps >= 0:
+        raise ConfigError(f"norm_eps is {config.norm_eps}; it must not be negative")
+
+
 def ids_to_json(ids: TokenIds) -> int | list[int] | None:
     return list(ids) if isinstance(ids, tuple) else ids
 

@@ -13,7 +13,7 @@ SOURCES = {
     ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "src" / "yocolm").rglob("*.py"))
 }
-EVERYONE = {"errors", "config", "fields"}
+EVERYONE = {"errors", "config", "configs", "fields"}
 # A layer -> what it may import: a layer, or one module of it. Any may import itself and EVERYONE.
 ALLOWED = {
     **dict.fromkeys([*EVERYONE, "tokenizer"], set()),

@@ -1,0 +1,1 @@
+"""One module per family; `yocolm.config` collects them."""
