@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from tolerances import CROSS_PATH
 from yocolm.config import (
+    AttentionConfig,
     CrossConfig,
+    ExpertsConfig,
+    Gemma4Config,
     LlamaConfig,
     ModelConfig,
     RetentionConfig,
@@ -83,6 +86,27 @@ def _llama(layers: int, kv_heads: int, bias: bool, tied: bool) -> LlamaConfig:
     )
 
 
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def _gemma4(types: str, shared: int, kv_heads: tuple[int, int] = (1, 1), **more: Any) -> Gemma4Config:
+    """``types``: a letter for each layer, w(indow) or f(ull); KV heads of either."""
+    partial = RopeConfig(1_000.0, interleaved=False, inclusive=False, fraction=0.25)
+    fields = {"per_layer_size": 6, "mlp_size": 24, "final_softcap": 20.0, **more}
+    k_is_v = fields.pop("k_is_v", False)
+    return Gemma4Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        layer_types=tuple(_WINDOW if letter == "w" else _FULL for letter in types),
+        num_kv_shared_layers=shared,
+        full=AttentionConfig(4, kv_heads[1], 16, partial, k_is_v=k_is_v),
+        sliding=AttentionConfig(4, kv_heads[0], 8, _HALF_ROPE, WINDOW),
+        per_layer_vocab_size=VOCAB,
+        max_position_embeddings=LENGTH,
+        **fields,
+    )
+
+
 FAMILIES: dict[str, ModelConfig] = {
     "retention": _yoco(
         (2, 1),
@@ -110,9 +134,15 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
     "llama": _llama(3, kv_heads=2, bias=True, tied=False),
     "llama-one-layer": _llama(1, kv_heads=4, bias=False, tied=True),
+    "gemma4": _gemma4("wwfwwfwwf", 4, wide_mlp=True),  # last writer: window
+    "gemma4-full-last": _gemma4("wfwfwf", 2, (2, 4), attention_bias=True, tie_word_embeddings=False),
+    "gemma4-window-read": _gemma4("fwwww", 2, (4, 2), per_layer_size=0),
+    "gemma4-experts": _gemma4(
+        "wwf", 0, (2, 1), per_layer_size=0, k_is_v=True, experts=ExpertsConfig(5, 2, 8)
+    ),
 }
 YOCO_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, YocoConfig)]
-ONE_OF_EACH = ["retention", "window-grouped", "llama"]
+ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Masking bugs show best in float64; the dtypes that are served need no more than one of each kind.
@@ -133,7 +163,7 @@ def fresh_model(name: str, dtype: str = "float32") -> nn.Module:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     for part, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if part.endswith("norm.weight"):
+        if part.endswith(("norm.weight", "scale")):
             parameter.copy_(1 + 0.2 * noise)
         elif part.endswith(".bias"):
             parameter.copy_(0.3 * noise)

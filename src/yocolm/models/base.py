@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
+Handles = Any  # what the second half reads: a KV handle, or one for each type of layer
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Batch:
         return self._memo[key]
 
     def select_rows(self, x: Tensor) -> tuple[Tensor, Batch]:
-        """Keep the needed rows of ``x`` [T, D] and of every per-token field.
+        """Keep the needed rows of ``x`` [T, D, ...] and of every per-token field.
 
         ``cu_seqlens`` becomes row offsets; sequences without rows stay, empty. With all rows
         needed, the very same tensors come back.
@@ -138,11 +139,11 @@ class CausalLM(Protocol):
         """Embeddings of the batch's tokens, [T, D]."""
         ...
 
-    def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, KV]:
-        """First half, for every token: returns [T, D] and the handle that the second half reads."""
+    def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, Handles]:
+        """First half, for every token: returns [T, D, ...] and the handles that ``read`` takes."""
         ...
 
-    def read(self, x: Tensor, kv: KV, batch: Batch) -> Tensor:
+    def read(self, x: Tensor, kv: Handles, batch: Batch) -> Tensor:
         """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0."""
         ...
 

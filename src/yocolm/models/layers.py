@@ -42,16 +42,20 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings, multiplied by ``scale``."""
+    """Token embeddings, multiplied by ``scale``; ``round_scale``: as the weights' dtype has it."""
 
-    def __init__(self, vocab_size: int, size: int, scale: float = 1.0) -> None:
+    def __init__(
+        self, vocab_size: int, size: int, scale: float = 1.0, round_scale: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, size))
-        self.scale = scale
+        self.scale, self.round_scale = scale, round_scale
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)
-        return x if self.scale == 1.0 else x * self.scale
+        if self.scale == 1.0:
+            return x
+        return x * (rounded(self.scale, x.dtype) if self.round_scale else self.scale)
 
 
 class SwiGLU(nn.Module):
@@ -94,6 +98,19 @@ class WindowAttention(nn.Module):
         return self.o(kv.attend(q, batch).flatten(1))
 
 
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as ``dtype`` has it."""
+    return float(torch.tensor(value, dtype=dtype))
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` in float32 or wider; a ``cap`` of 0 changes nothing."""
+    if not cap:
+        return x
+    wide = x if x.dtype == torch.float64 else x.float()
+    return torch.tanh(wide / cap) * cap
+
+
 def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dtype) -> Rotation:
     """Rotary tables for a batch: float32, or float64 for a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -103,6 +120,8 @@ def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dt
         config.theta,
         interleaved=config.interleaved,
         inclusive=config.inclusive,
+        fraction=config.fraction,
+        factor=config.factor,
         dtype=wide,
     )
 
@@ -110,14 +129,14 @@ def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dt
 def init_weights(model: nn.Module, std: float, depth: int, seed: int) -> None:
     """Normal weights, smaller by ``sqrt(2 * depth)`` where they add to the residual stream.
 
-    Norm weights become one and biases zero. The same seed gives the same weights on every device.
+    Norm weights and scales become one, biases zero. The same seed gives the same weights on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif name.endswith("norm.weight"):
+            elif name.endswith(("norm.weight", "scale")):
                 parameter.fill_(1.0)
             else:
                 residual = name.endswith((".o.weight", ".down.weight"))

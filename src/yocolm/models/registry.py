@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from yocolm.config import ModelConfig, YocoConfig, parse_config
+from yocolm.config import Gemma4Config, LlamaConfig, ModelConfig, YocoConfig, parse_config
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
 from yocolm.fields import parse_token_ids, read_json
 from yocolm.models.authors import (
@@ -22,6 +23,7 @@ from yocolm.models.authors import (
     load_authors_tokenizer,
     load_authors_weights,
 )
+from yocolm.models.gemma4 import Gemma4
 from yocolm.models.llama import Llama
 from yocolm.models.presets import PRESETS, preset
 from yocolm.models.weights import load_weights
@@ -32,6 +34,11 @@ BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _RANDOM = "random:"
+_MODULES: dict[type, Callable[[Any], nn.Module]] = {
+    YocoConfig: Yoco,
+    LlamaConfig: Llama,
+    Gemma4Config: Gemma4,
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 DTYPES = {
@@ -93,7 +100,7 @@ def load_config(model: str | Path | ModelSource) -> ModelConfig:
 def build_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     """The module of a configuration, allocated on `device` but not initialised."""
     with torch.device("meta"):
-        model = Yoco(config) if isinstance(config, YocoConfig) else Llama(config)
+        model = _MODULES[type(config)](config)
     return model.to(dtype).to_empty(device=device)
 
 

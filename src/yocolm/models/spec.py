@@ -12,7 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
+from yocolm.config import (
+    Gemma3nConfig,
+    Gemma4Config,
+    GemmaConfig,
+    LlamaConfig,
+    ModelConfig,
+    RetentionConfig,
+    YocoConfig,
+)
 
 StoreKind = Literal["global_kv", "window_kv", "recurrent"]
 STATE_BYTES = 4  # recurrent state is float32 even where the model is narrower
@@ -85,8 +93,9 @@ class ModelSpec:
     """Stores, parameters and FLOPs of the two halves of a model.
 
     `write_params` and `read_params` count everything in a half (projections, norms, biases);
-    `embed_params` the token embeddings; `head_params` what `logits` reads, which for `tied`
-    models are the embeddings themselves and count once in `num_params`.
+    `embed_params` the token embeddings; `table_params` a further table of inputs that is only
+    looked up, a row for each token; `head_params` what `logits` reads, which for `tied` models are
+    the embeddings themselves and count once in `num_params`.
     """
 
     stores: tuple[Store, ...]
@@ -100,6 +109,7 @@ class ModelSpec:
     write_flops_per_token: int
     read_flops_per_row: int
     logits_flops_per_row: int
+    table_params: int = 0
 
     @property
     def global_stores(self) -> tuple[Store, ...]:
@@ -117,7 +127,7 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         head = 0 if self.tied else self.head_params
-        return self.write_params + self.read_params + self.embed_params + head
+        return self.write_params + self.read_params + self.embed_params + self.table_params + head
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all parameters at `dtype_bytes` each."""
@@ -158,6 +168,14 @@ class ModelSpec:
         per_row = self.read_flops_per_row + self.logits_flops_per_row
         return sum(per_row + self.read_attention_flops(context) for context in contexts)
 
+    def skipped_share(self, num_tokens: int) -> float:
+        """Share of a prompt's FLOPs that are saved where only its last row enters the second half,
+        of what they were if all rows did (logits of the last one)."""
+        whole = self.write_flops(0, num_tokens)
+        whole += num_tokens * self.read_flops_per_row + self.logits_flops_per_row
+        whole += sum(mixer.span_flops(0, num_tokens) for mixer in self.read_mixers)
+        return 1 - self.prefill_flops(num_tokens) / whole
+
     def prefill_flops(self, num_tokens: int, chunk: int = RETENTION_CHUNK) -> int:
         """A prompt that needs only its last row."""
         return self.write_flops(0, num_tokens, chunk) + self.read_flops((num_tokens,))
@@ -174,7 +192,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     """The costs of a configuration. Stores of a kind are numbered in layer order."""
     if isinstance(config, YocoConfig):
         return _yoco_spec(config)
-    return _llama_spec(config)
+    if isinstance(config, LlamaConfig):
+        return _llama_spec(config)
+    return _gemma_spec(config)
 
 
 @dataclass(frozen=True)
@@ -207,6 +227,11 @@ def _norm(size: int) -> _Block:
     return _Block(other=size)
 
 
+def _product(multiplications: int) -> _Block:
+    """A further matrix product: of activations, or with a matrix that is counted elsewhere."""
+    return _Block(multiplications, -multiplications)
+
+
 def _mlp(size: int, width: int, bias: bool = False) -> _Block:
     """Norm, gate, up and down projection."""
     return _norm(size) + _linear(size, 2 * width, bias) + _linear(width, size, bias)
@@ -217,6 +242,7 @@ def _spec(
     stores: tuple[Store, ...],
     mixers: tuple[tuple[Mixer, ...], tuple[Mixer, ...]],
     blocks: tuple[_Block, _Block],
+    table_params: int = 0,
 ) -> ModelSpec:
     vocabulary = config.vocab_size * config.hidden_size
     write, read = blocks
@@ -232,6 +258,7 @@ def _spec(
         write_flops_per_token=write.flops,
         read_flops_per_row=read.flops,
         logits_flops_per_row=2 * vocabulary,
+        table_params=table_params,
     )
 
 
@@ -283,6 +310,85 @@ def _llama_spec(config: LlamaConfig) -> ModelSpec:
         mixers=((mixer,) * full, (mixer,)),
         blocks=((kv + rest) * full + kv, rest + _norm(size)),
     )
+
+
+def _gemma_spec(config: GemmaConfig) -> ModelSpec:
+    size, layers, last = config.hidden_size, config.num_layers, config.num_writers - 1
+    heads = [config.attention(layer) for layer in range(layers)]
+    stores = tuple(
+        Store(
+            "window_kv" if own.window else "global_kv",
+            own.num_kv_heads,
+            own.head_dim,
+            own.head_dim,
+            config.num_readers(layer),
+            own.window,
+        )
+        for layer, own in enumerate(heads[: last + 1])
+    )
+    mixers = tuple(
+        Mixer(
+            "window_kv" if own.window else "global_kv",
+            own.num_heads,
+            own.head_dim,
+            own.head_dim,
+            own.window,
+        )
+        for own in heads
+    )
+    # Rows are selected at the last write: of that layer only its K and V are for every token.
+    inputs = _linear(size, config.per_layer_size)  # for one layer
+    write = _gemma_kv(config, last) + _norm(config.per_layer_size)
+    for layer in range(last):
+        write = write + _gemma_kv(config, layer) + _gemma_rest(config, layer) + inputs
+    read = _norm(size * (layers - last))  # attention norms of the readers, and the final one
+    for layer in range(last, layers):
+        read = read + _gemma_rest(config, layer) + inputs
+    if isinstance(config, Gemma3nConfig):
+        streams = config.altup_num_inputs
+        to_streams = _linear(size, (streams - 1) * size)
+        # What keys need of the last layer's prediction; all of it is in the second half.
+        routed = size * streams + streams**3 + size * streams
+        write, read = write + to_streams + _product(routed), read + to_streams
+    table = config.per_layer_vocab_size * layers * config.per_layer_size
+    return _spec(config, stores, (mixers[:last], mixers[last:]), (write, read), table)
+
+
+def _gemma_kv(config: GemmaConfig, layer: int) -> _Block:
+    """Attention norm, keys and values with their norm."""
+    heads, size = config.attention(layer), config.hidden_size
+    width = heads.num_kv_heads * heads.head_dim * (1 if heads.k_is_v else 2)
+    return _norm(size) + _linear(size, width, config.attention_bias) + _norm(heads.head_dim)
+
+
+def _gemma_rest(config: GemmaConfig, layer: int) -> _Block:
+    """A layer without `_gemma_kv` and, of the readers, without the attention norm."""
+    heads, size, inputs = config.attention(layer), config.hidden_size, config.per_layer_size
+    width, bias = heads.num_heads * heads.head_dim, config.attention_bias
+    block = _linear(size, width, bias) + _norm(heads.head_dim) + _linear(width, size, bias)
+    block = block + _norm(size) + _mlp(size, config.mlp_width(layer)) + _norm(size)
+    if inputs:
+        block = block + _linear(size, inputs) + _linear(inputs, size) + _norm(size)
+    if isinstance(config, Gemma3nConfig):
+        return block + _altup(size, config.altup_num_inputs) + _laurel(size, config.laurel_rank)
+    assert isinstance(config, Gemma4Config)
+    experts = config.experts
+    if experts is not None:
+        expert = 3 * size * experts.intermediate_size
+        idle = (experts.num_experts - experts.top_k) * expert
+        block = block + _linear(size, experts.num_experts) + _norm(size + experts.num_experts)
+        block = block + _Block(experts.top_k * expert, idle) + _norm(3 * size)
+    return block + _Block(other=1)
+
+
+def _altup(size: int, streams: int) -> _Block:
+    """Router (used twice), prediction of all streams and correction."""
+    learned = _linear(size, streams) + _linear(streams, streams**2) + _linear(streams, streams)
+    return learned + _norm(2 * size) + _product(size * streams + size * streams**2)
+
+
+def _laurel(size: int, rank: int) -> _Block:
+    return _linear(size, rank) + _linear(rank, size) + _norm(size)
 
 
 def _visible(tokens: int, window: int) -> int:

@@ -13,5 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """
     wide = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = (wide * scale).to(x.dtype)
-    return normed if weight is None else normed * weight.to(x.dtype)
+    normed = wide * scale
+    if weight is not None:
+        normed = normed * weight.to(wide.dtype)
+    return normed.to(x.dtype)

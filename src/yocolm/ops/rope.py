@@ -3,7 +3,8 @@
 * interleaved: dimensions (2i, 2i+1) turn together (the YOCO authors' layout);
 * half-split: dimensions (i, i + D/2) turn together (Llama; flash-linear-attention's window layers);
 * exclusive frequencies ``theta ** -(2i / D)``; inclusive ones ``theta ** -(i / (D/2 - 1))``, which
-  reach both ends of the range, as in the authors' code.
+  reach both ends of the range, as in the authors' code;
+* partial: only the first pairs turn, the others stay as they are (Gemma 4's full layers).
 
 Angles are computed in float64 and only the finished tables are cast, so that position 1,000,000 is
 as exact as position 1.
@@ -18,21 +19,26 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of one batch's positions, [T, 1, D/2] each, float32 or float64."""
+    """Cosines and sines of one batch's positions, [T, 1, pairs] each, float32 or float64.
+
+    Of a head's D/2 pairs the first turn, as many as the tables have.
+    """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
 
-def inverse_frequencies(dim: int, theta: float, inclusive: bool, device: torch.device) -> Tensor:
-    """Return the ``dim // 2`` angular frequencies in float64."""
+def inverse_frequencies(
+    dim: int, theta: float, inclusive: bool, device: torch.device, fraction: float = 1.0
+) -> Tensor:
+    """Angular frequencies, in float64, of the first ``fraction`` of the ``dim // 2`` pairs."""
     half = dim // 2
     if inclusive:
         exponent = torch.linspace(0, 1, half, dtype=torch.float64, device=device)
     else:
         exponent = torch.arange(half, dtype=torch.float64, device=device) / half
-    return theta**-exponent
+    return theta ** -exponent[: int(fraction * dim // 2)]
 
 
 def rotation(
@@ -42,27 +48,33 @@ def rotation(
     *,
     interleaved: bool,
     inclusive: bool,
+    fraction: float = 1.0,
+    factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Rotation:
-    """Build the tables for ``positions`` [T] and heads of ``dim`` dimensions."""
-    frequencies = inverse_frequencies(dim, theta, inclusive, positions.device)
+    """Build the tables for ``positions`` [T] and heads of ``dim`` dimensions.
+
+    ``fraction`` of the pairs turn, ``factor`` times slower than ``theta`` says.
+    """
+    frequencies = inverse_frequencies(dim, theta, inclusive, positions.device, fraction) / factor
     angles = positions.double()[:, None, None] * frequencies
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
 
 
 def rotate(x: Tensor, table: Rotation) -> Tensor:
     """Rotate ``x`` [T, H, D] by its rows' angles, in the table's dtype; returns x's dtype."""
-    wide = x.to(table.cos.dtype)
+    turning = table.cos.shape[-1]
     if table.interleaved:
-        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
-        turned = torch.view_as_real(pairs * torch.complex(table.cos, table.sin)).flatten(-2)
-    else:
-        first, second = wide.chunk(2, dim=-1)
-        turned = torch.cat(
-            (
-                first * table.cos - second * table.sin,
-                second * table.cos + first * table.sin,
-            ),
-            dim=-1,
-        )
-    return turned.to(x.dtype)
+        assert 2 * turning == x.shape[-1], "a partial rotation is half-split"
+        pairs = torch.view_as_complex(x.to(table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
+        turned = torch.view_as_real(pairs * torch.complex(table.cos, table.sin))
+        return turned.flatten(-2).to(x.dtype)
+    halves = x.chunk(2, dim=-1)
+    first, second = (half[..., :turning].to(table.cos.dtype) for half in halves)
+    parts = (
+        (first * table.cos - second * table.sin).to(x.dtype),
+        halves[0][..., turning:],
+        (second * table.cos + first * table.sin).to(x.dtype),
+        halves[1][..., turning:],
+    )
+    return torch.cat(parts, dim=-1)

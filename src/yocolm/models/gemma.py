@@ -1,0 +1,125 @@
+"""What Gemma 3n and Gemma 4 share: attention, per-layer inputs, the gated MLP.
+
+Shape letters as in ``models/base.py``; N layers, P width of the per-layer inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yocolm.configs.gemma import FULL, SLIDING, GemmaConfig, LayerType
+from yocolm.models.base import KV, Batch, State
+from yocolm.models.layers import Linear, RMSNorm, rope_tables, rounded
+from yocolm.ops.norm import rms_norm
+from yocolm.ops.rope import Rotation, rotate
+
+Ropes = dict[LayerType, Rotation]
+KVs = dict[LayerType, KV]  # what readers of each type of layer read
+
+
+class GemmaAttention(nn.Module):
+    """Grouped-query attention with norms of queries, keys and values in place of a scale.
+
+    A layer of the shared ones has queries only and reads what an earlier layer wrote. Writing and
+    reading can be called apart.
+    """
+
+    def __init__(self, config: GemmaConfig, layer: int) -> None:
+        super().__init__()
+        heads, size, bias = config.attention(layer), config.hidden_size, config.attention_bias
+        self.heads, self.norm_eps = heads, config.norm_eps
+        self.q_size = heads.num_heads * heads.head_dim
+        kv_size = heads.num_kv_heads * heads.head_dim
+        self.q_norm = RMSNorm(heads.head_dim, config.norm_eps)
+        if layer < config.num_writers:
+            self.store = config.store(layer)
+            self.qkv_size = self.q_size + kv_size * (1 if heads.k_is_v else 2)
+            self.qkv = Linear(size, self.qkv_size, bias)
+            self.k_norm = RMSNorm(heads.head_dim, config.norm_eps)
+        else:
+            self.q = Linear(size, self.q_size, bias)
+        self.o = Linear(self.q_size, size, bias)
+
+    def write(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
+        heads = self.heads
+        kv = self.qkv.part(x, self.q_size, self.qkv_size).unflatten(-1, (-1, heads.head_dim))
+        k, v = kv[:, : heads.num_kv_heads], kv[:, -heads.num_kv_heads :]  # the same if k_is_v
+        k, v = rotate(self.k_norm(k), rope), rms_norm(v, None, self.norm_eps)
+        if heads.window:
+            return state.append_window(self.store, k, v, batch, heads.window)
+        return state.append_global(self.store, k, v, batch)
+
+    def read(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
+        q = self.qkv.part(x, 0, self.q_size) if hasattr(self, "qkv") else self.q(x)
+        q = rotate(self.q_norm(q.unflatten(-1, (-1, self.heads.head_dim))), rope)
+        return self.o(kv.attend(q, batch, scale=1.0).flatten(1))
+
+
+class GegluMLP(nn.Module):
+    """Gated MLP: ``down(gelu(gate(x)) * up(x))``, with the tanh form of GELU."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(size, 2 * width)
+        self.down = Linear(width, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(gelu(gate) * up)
+
+
+class LookupTable(nn.Module):
+    """A table that is only looked up: it may be mapped from a file, and stays on the CPU then.
+
+    Its dtype is the file's; what is looked up comes in the dtype that is asked for.
+    """
+
+    def __init__(self, rows: int, size: int, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+        self.scale = scale
+
+    def forward(self, tokens: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Columns ``start`` to ``stop`` of ``tokens`` [R], times the scale: [R, stop - start].
+
+        Tokens beyond the table use row 0.
+        """
+        tokens = torch.where(tokens < self.weight.shape[0], tokens, 0)
+        found = self.weight[:, start:stop][tokens.to(self.weight.device)]
+        return found.to(tokens.device, dtype) * rounded(self.scale, dtype)
+
+
+class PerLayerInputs(nn.Module):
+    """For every layer an input of its own: of the token, and of the token's embedding."""
+
+    def __init__(self, config: GemmaConfig) -> None:
+        super().__init__()
+        self.size, self.scale = config.per_layer_size, config.hidden_size**-0.5
+        width = config.num_layers * self.size
+        self.table = LookupTable(config.per_layer_vocab_size, width, self.size**0.5)
+        self.projection = Linear(config.hidden_size, width)
+        self.norm = RMSNorm(self.size, config.norm_eps)
+
+    def forward(self, x: Tensor, tokens: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
+        """Inputs [R, P] of layers ``first`` to ``stop - 1``, from embeddings x [R, D] of tokens."""
+        columns = first * self.size, stop * self.size
+        projected = self.projection.part(x, *columns) * self.scale
+        projected = self.norm(projected.unflatten(-1, (-1, self.size)))
+        looked_up = self.table(tokens, *columns, x.dtype).view_as(projected)
+        return ((projected + looked_up) * 2**-0.5).unbind(1)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gemma_ropes(config: GemmaConfig, batch: Batch, dtype: torch.dtype) -> Ropes:
+    """Rotary tables of a batch for each type of layer."""
+    return {
+        kind: rope_tables(heads.rope, heads.head_dim, batch, dtype)
+        for kind, heads in ((FULL, config.full), (SLIDING, config.sliding))
+        if kind in config.layer_types
+    }
