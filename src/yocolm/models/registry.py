@@ -12,7 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from yocolm.config import Gemma4Config, LlamaConfig, ModelConfig, YocoConfig, parse_config
+from yocolm.config import (
+    Gemma3nConfig,
+    Gemma4Config,
+    LlamaConfig,
+    ModelConfig,
+    YocoConfig,
+    parse_config,
+)
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
 from yocolm.fields import parse_token_ids, read_json
 from yocolm.models.authors import (
@@ -23,6 +30,7 @@ from yocolm.models.authors import (
     load_authors_tokenizer,
     load_authors_weights,
 )
+from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
 from yocolm.models.llama import Llama
 from yocolm.models.presets import PRESETS, preset
@@ -37,6 +45,7 @@ _RANDOM = "random:"
 _MODULES: dict[type, Callable[[Any], nn.Module]] = {
     YocoConfig: Yoco,
     LlamaConfig: Llama,
+    Gemma3nConfig: Gemma3n,
     Gemma4Config: Gemma4,
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
