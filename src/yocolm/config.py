@@ -37,9 +37,13 @@ __all__ = [
     "parse_config",
 ]
 
-_FAMILIES: dict[str, type[YocoConfig] | type[LlamaConfig]] = {
+_FAMILIES: dict[str, type[ModelConfig]] = {
     YocoConfig.model_type: YocoConfig,
     LlamaConfig.model_type: LlamaConfig,
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), Gemma3nConfig),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Gemma4Config
+    ),
 }
 
 

@@ -22,10 +22,16 @@ _LIMITS = {
     "vocab_size": 10_000_000,
     "max_position_embeddings": 2**31 - 1,
     "window_size": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+    "vocab_size_per_layer_input": 10_000_000,
+    "altup_num_inputs": 1000,
+    "num_experts": 100_000,
 }
 _LIMITS |= dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 1_000_000)
 _HEADS = ("num_heads", "num_v_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads")
 _LIMITS |= dict.fromkeys(_HEADS, 1_000_000)
+_WIDTHS = ("hidden_size_per_layer_input", "moe_intermediate_size", "laurel_rank", "global_head_dim")
+_LIMITS |= dict.fromkeys((*_WIDTHS, "num_global_key_value_heads"), 1_000_000)
 
 # Written by transformers into every config.json, or read by training code only.
 HARMLESS = frozenset(

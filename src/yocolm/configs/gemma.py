@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from yocolm.configs.rope import RopeConfig
 from yocolm.errors import ConfigError
@@ -39,6 +39,8 @@ class AttentionConfig:
         check_positive(kind, num_key_value_heads=self.num_kv_heads)
         check_even(kind, self.head_dim)
         check_grouped(kind, self.num_heads, self.num_kv_heads)
+        if self.rope.interleaved or self.rope.inclusive:
+            raise ConfigError(f"{kind}: Gemma's RoPE turns halves, with the usual frequencies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class GemmaConfig(ABC):
     table of `per_layer_vocab_size` rows. `final_softcap` of 0 is none. `media_token_ids` are the
     tokens that stand for an image, a sound or a video, which text must not contain.
     """
+
+    model_type: ClassVar[str]
 
     vocab_size: int
     hidden_size: int
@@ -70,7 +74,9 @@ class GemmaConfig(ABC):
     media_token_ids: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        check_positive(self.model_type, num_hidden_layers=self.num_layers)
         check_trunk(self)
+        self._check_attention()
         shared, layers = self.num_kv_shared_layers, self.num_layers
         if not 0 <= shared < layers:
             raise ConfigError(
@@ -85,6 +91,22 @@ class GemmaConfig(ABC):
                 )
         if not self.final_softcap >= 0:
             raise ConfigError(f"final_logit_softcapping is {self.final_softcap}; give 0 or more")
+        if self.per_layer_size < 0:
+            raise ConfigError(
+                f"hidden_size_per_layer_input is {self.per_layer_size}; give 0 (none) or more"
+            )
+        if self.per_layer_size:
+            check_positive(self.model_type, vocab_size_per_layer_input=self.per_layer_vocab_size)
+
+    def _check_attention(self) -> None:
+        check_positive(self.model_type, sliding_window=self.sliding.window)
+        if self.full.window:
+            raise ConfigError(f"{FULL} layers have no window, not one of {self.full.window}")
+        if self.full.num_heads != self.sliding.num_heads:
+            raise ConfigError(
+                f"{FULL} layers have {self.full.num_heads} query heads, {SLIDING} ones "
+                f"{self.sliding.num_heads}; all layers must have the same number"
+            )
 
     @property
     def intermediate_size(self) -> int:
@@ -125,3 +147,7 @@ class GemmaConfig(ABC):
     @abstractmethod
     def mlp_width(self, layer: int) -> int:
         """Width of a layer's (dense) MLP."""
+
+    @abstractmethod
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` dictionary of the text model alone."""

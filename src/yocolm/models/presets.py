@@ -1,4 +1,5 @@
-"""Named model sizes: the YOCO paper's scaling curve and its 3B model, each with a Llama twin.
+"""Named model sizes: the YOCO paper's scaling curve and its 3B model, each with a Llama twin, and
+the sizes of Gemma 3n and Gemma 4 as published.
 
 Widths, layers and heads are those of the paper's scaling curve; FFN width is 8/3 of the width,
 rounded up to a multiple of 256. Choices that the paper leaves open are made here once:
@@ -14,6 +15,7 @@ A twin ("llama-160M") has the same width, layers, heads, KV heads, FFN, vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from yocolm.config import (
     CrossConfig,
@@ -22,6 +24,7 @@ from yocolm.config import (
     RetentionConfig,
     RopeConfig,
     YocoConfig,
+    parse_config,
 )
 from yocolm.errors import ConfigError
 
@@ -52,7 +55,88 @@ _SIZES = {
 }
 _TWIN = "llama-"
 
-PRESETS = (*_SIZES, *(_TWIN + name for name in _SIZES))
+
+def _gemma_3n(layers: int, width: int, shared: int) -> dict[str, Any]:
+    """What differs from the defaults of transformers' Gemma3nTextConfig."""
+    return {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": layers,
+        "intermediate_size": width,
+        "num_kv_shared_layers": shared,
+        "eos_token_id": [1, 106],
+        "image_token_id": 262_145,
+        "audio_token_id": 262_273,
+    }
+
+
+def _gemma_4(hidden: int, width: int, **fields: Any) -> dict[str, Any]:
+    """What differs from the defaults of transformers' Gemma4TextConfig."""
+    return {
+        "model_type": "gemma4_text",
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "final_logit_softcapping": 30.0,
+        "eos_token_id": [1, 106],
+        "image_token_id": 258_880,
+        "audio_token_id": 258_881,
+        "video_token_id": 258_884,
+        **fields,
+    }
+
+
+def _large_gemma_4(hidden: int, width: int, **fields: Any) -> dict[str, Any]:
+    """The sizes without shared layers and per-layer inputs, whose full layers use keys as
+    values."""
+    return _gemma_4(
+        hidden,
+        width,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=1024,
+        max_position_embeddings=262_144,
+        **fields,
+    )
+
+
+_FOUR_TO_ONE = ["sliding_attention"] * 4 + ["full_attention"]
+_GEMMA = {
+    "gemma-3n-E2B": _gemma_3n(30, 8192, 10),
+    "gemma-3n-E4B": _gemma_3n(35, 16_384, 15),
+    "gemma-4-E2B": _gemma_4(
+        1536,
+        6144,
+        num_hidden_layers=35,
+        layer_types=_FOUR_TO_ONE * 7,
+        num_kv_shared_layers=20,
+        num_key_value_heads=1,
+        use_double_wide_mlp=True,
+    ),
+    "gemma-4-E4B": _gemma_4(
+        2560, 10_240, num_hidden_layers=42, num_kv_shared_layers=18, num_key_value_heads=2
+    ),
+    "gemma-4-26B-A4B": _large_gemma_4(
+        2816,
+        2112,
+        num_hidden_layers=30,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31B": _large_gemma_4(
+        5376,
+        21_504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+    ),
+}
+
+PRESETS = (*_SIZES, *(_TWIN + name for name in _SIZES), *_GEMMA)
 
 
 def preset(name: str) -> ModelConfig:
@@ -63,6 +147,8 @@ def preset(name: str) -> ModelConfig:
     known = {known.lower(): known for known in PRESETS}.get(name.lower())
     if known is None:
         raise ConfigError(f"unknown preset {name!r}; known presets: {', '.join(PRESETS)}")
+    if known in _GEMMA:
+        return parse_config(_GEMMA[known])
     if known.startswith(_TWIN):
         return _llama(_SIZES[known.removeprefix(_TWIN)])
     return _yoco(_SIZES[known])
