@@ -228,7 +228,7 @@ def _norm(size: int) -> _Block:
 
 
 def _product(multiplications: int) -> _Block:
-    """A further matrix product: of activations, or with a matrix that is counted elsewhere."""
+    """A further product with a matrix that is counted elsewhere."""
     return _Block(multiplications, -multiplications)
 
 
@@ -348,7 +348,7 @@ def _gemma_spec(config: GemmaConfig) -> ModelSpec:
         streams = config.altup_num_inputs
         to_streams = _linear(size, (streams - 1) * size)
         # What keys need of the last layer's prediction; all of it is in the second half.
-        routed = size * streams + streams**3 + size * streams
+        routed = size * streams + streams**3
         write, read = write + to_streams + _product(routed), read + to_streams
     table = config.per_layer_vocab_size * layers * config.per_layer_size
     return _spec(config, stores, (mixers[:last], mixers[last:]), (write, read), table)
@@ -382,9 +382,12 @@ def _gemma_rest(config: GemmaConfig, layer: int) -> _Block:
 
 
 def _altup(size: int, streams: int) -> _Block:
-    """Router (used twice), prediction of all streams and correction."""
+    """Router (used twice), coefficients of prediction and correction.
+
+    Mixing the streams by these is a pass over memory rather than arithmetic, and not counted.
+    """
     learned = _linear(size, streams) + _linear(streams, streams**2) + _linear(streams, streams)
-    return learned + _norm(2 * size) + _product(size * streams + size * streams**2)
+    return learned + _norm(2 * size) + _product(size * streams)
 
 
 def _laurel(size: int, rank: int) -> _Block:
