@@ -16,8 +16,8 @@ from references import AUTHORS, DATA
 from yocolm.config import RetentionConfig, RopeConfig, WindowConfig, YocoConfig
 from yocolm.errors import CheckpointError, ConfigError
 from yocolm.models.authors import authors_name, convert, load_state, parse_params
+from yocolm.models.layouts import weight_layout
 from yocolm.models.registry import load_config, load_model, load_tokenizer
-from yocolm.models.weights import weight_layout
 
 PARAMS = json.loads((DATA / "yoco-gret-tiny" / "params.json").read_text())
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from yocolm.config import CrossConfig, RetentionConfig, RopeConfig, WindowConfig, YocoConfig
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
 from yocolm.fields import Fields, parse_integer, read_json, write_json
+from yocolm.models.layouts import weight_layout
 from yocolm.models.presets import BOS_ID, CL100K_VOCAB_SIZE, EOS_ID, PAD_ID
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     check_tensors,
     fill_weights,
-    weight_layout,
     write_configs,
     write_tensors,
 )

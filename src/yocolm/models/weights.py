@@ -9,9 +9,8 @@ copy of the model exists at any time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from yocolm.config import LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
+from yocolm.config import ModelConfig
 from yocolm.errors import CheckpointError
 from yocolm.fields import read_json, write_json
+from yocolm.models.layouts import Shape, redundant_names, weight_layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,35 +31,9 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 # Buffers that older versions of other libraries saved; they follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq", "rotary.inv_freq")
-_HEAD = "lm_head.weight"
 
-Shape = tuple[int, ...]
 Read = Callable[[str], Tensor]
 Piece = tuple[str, int, Callable[[], Tensor]]  # name in the file, bytes, and how to get it
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of the file: its name and the shape that the configuration demands."""
-
-    name: str
-    shape: Shape
-
-
-def weight_map(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Parameter name -> names in the file, which are concatenated along dimension 0."""
-    return {name: tuple(p.name for p in parts) for name, parts in weight_layout(config).items()}
-
-
-def weight_layout(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Parameter name -> parts in the file, with their shapes, in order along dimension 0."""
-    build = _yoco_layout if isinstance(config, YocoConfig) else _llama_layout
-    layout = dict(build(config))  # type: ignore[arg-type]
-    size = (config.vocab_size, config.hidden_size)
-    layout["norm.weight"] = (Part("model.norm.weight", (config.hidden_size,)),)
-    if not config.tie_word_embeddings:
-        layout[_HEAD] = (Part(_HEAD, size),)
-    return layout
 
 
 def load_weights(
@@ -113,13 +87,16 @@ def fill_weights(
         for name, parts in layout.items():
             start = 0
             for part in parts:
+                stop = start + part.shape[0]
+                if part.absent is not None and part.name not in shapes:
+                    parameters[name][start:stop].fill_(part.absent)
+                    continue
                 tensor = read(part.name)
                 if not tensor.is_floating_point():
                     raise CheckpointError(
                         f"{where}: tensor {spelled(part.name)} is {tensor.dtype}; weights must be "
                         "floating point (quantised checkpoints are not supported)"
                     )
-                stop = start + part.shape[0]
                 parameters[name][start:stop].copy_(tensor)
                 start = stop
 
@@ -131,10 +108,11 @@ def check_tensors(
     spelled: Callable[[str], str] = str,
 ) -> None:
     """Raises CheckpointError naming missing, surplus and wrong-shape tensors, all at once."""
-    wanted = {part.name: part.shape for parts in weight_layout(config).values() for part in parts}
-    surplus = {name for name in shapes.keys() - wanted.keys() if not name.endswith(_DERIVED)}
-    if config.tie_word_embeddings:
-        surplus.discard(_HEAD)
+    parts = [part for parts in weight_layout(config).values() for part in parts]
+    wanted = {part.name: part.shape for part in parts}
+    needed = {part.name for part in parts if part.absent is None}
+    surplus = shapes.keys() - wanted.keys() - redundant_names(config)
+    surplus = {name for name in surplus if not name.endswith(_DERIVED)}
     wrong = [
         f"{spelled(name)} has shape {list(shapes[name])}, the configuration needs {list(shape)}"
         + (f" (is vocab_size {shapes[name][0]}?)" if shape[0] == config.vocab_size else "")
@@ -142,7 +120,7 @@ def check_tensors(
         if name in shapes and tuple(shapes[name]) != shape
     ]
     problems = []
-    if missing := wanted.keys() - shapes.keys():
+    if missing := needed - shapes.keys():
         problems.append(f"missing tensors: {_listing(map(spelled, missing))}")
     if surplus:
         problems.append(f"surplus tensors: {_listing(map(spelled, surplus))}")
@@ -169,7 +147,7 @@ def save_weights(
     """
     if config is None:
         config = getattr(model, "config", None)
-        assert isinstance(config, (YocoConfig, LlamaConfig))
+        assert config is not None
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     pieces: list[Piece] = []
     for name, parts in weight_layout(config).items():
@@ -299,86 +277,3 @@ def _listing(names: Iterable[str], limit: int = 8) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
-
-
-Entry = tuple[str, tuple[Part, ...]]
-
-
-def _linear(name: str, sources: dict[str, int], inputs: int, bias: bool = False) -> Iterator[Entry]:
-    """Entries of a linear layer that stacks `sources` (file prefix -> output features)."""
-    weights = tuple(Part(f"{source}.weight", (rows, inputs)) for source, rows in sources.items())
-    yield f"{name}.weight", weights
-    if bias:
-        biases = tuple(Part(f"{source}.bias", (rows,)) for source, rows in sources.items())
-        yield f"{name}.bias", biases
-
-
-def _vector(name: str, source: str, size: int) -> Entry:
-    return f"{name}.weight", (Part(f"{source}.weight", (size,)),)
-
-
-def _mlp(name: str, source: str, size: int, width: int, bias: bool = False) -> Iterator[Entry]:
-    gate_up = {f"{source}.gate_proj": width, f"{source}.up_proj": width}
-    yield from _linear(f"{name}.gate_up", gate_up, size, bias)
-    yield from _linear(f"{name}.down", {f"{source}.down_proj": size}, width, bias)
-
-
-def _yoco_layout(config: YocoConfig) -> Iterator[Entry]:
-    size, cross = config.hidden_size, config.cross
-    kv_size = cross.num_kv_heads * cross.head_dim
-    embeddings = Part("model.embeddings.weight", (config.vocab_size, size))
-    yield "embed_tokens.weight", (embeddings,)
-    for index in range(config.num_self_layers):
-        ours, theirs = f"self_layers.{index}", f"model.self_layers.{index}"
-        yield from _yoco_layer(ours, theirs, config)
-        yield from _self_attention(f"{ours}.attn", f"{theirs}.attn", config)
-    builder = "model.shared_kv_builder"
-    yield _vector("global_kv.norm", f"{builder}.kv_norm", size)
-    kv = {f"{builder}.k_proj": kv_size, f"{builder}.v_proj": kv_size}
-    yield from _linear("global_kv.kv", kv, size, cross.qkv_bias)
-    for index in range(config.num_cross_layers):
-        ours, theirs = f"cross_layers.{index}", f"model.cross_layers.{index}"
-        yield from _yoco_layer(ours, theirs, config)
-        q = {f"{theirs}.attn.q_proj": size}
-        yield from _linear(f"{ours}.attn.q", q, size, cross.qkv_bias)
-        yield from _linear(f"{ours}.attn.o", {f"{theirs}.attn.o_proj": size}, size)
-        if cross.qk_norm:
-            yield _vector(f"{ours}.attn.q_norm", f"{theirs}.attn.q_norm", cross.head_dim)
-
-
-def _yoco_layer(ours: str, theirs: str, config: YocoConfig) -> Iterator[Entry]:
-    for norm in ("attn_norm", "mlp_norm"):
-        yield _vector(f"{ours}.{norm}", f"{theirs}.{norm}", config.hidden_size)
-    yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", config.hidden_size, config.intermediate_size)
-
-
-def _self_attention(ours: str, theirs: str, config: YocoConfig) -> Iterator[Entry]:
-    size, mixer = config.hidden_size, config.mixer
-    if isinstance(mixer, RetentionConfig):
-        stacked = {f"{theirs}.{letter}_proj": size for letter in "qkvg"}
-        yield from _linear(f"{ours}.qkvg", stacked, size)
-        yield from _linear(f"{ours}.gk", {f"{theirs}.gk_proj": mixer.num_heads}, size)
-    else:
-        kv_size = mixer.num_kv_heads * mixer.head_dim
-        stacked = {f"{theirs}.q_proj": size}
-        stacked |= {f"{theirs}.k_proj": kv_size, f"{theirs}.v_proj": kv_size}
-        yield from _linear(f"{ours}.qkv", stacked, size, mixer.qkv_bias)
-    yield from _linear(f"{ours}.o", {f"{theirs}.o_proj": size}, size)
-
-
-def _llama_layout(config: LlamaConfig) -> Iterator[Entry]:
-    size, bias = config.hidden_size, config.attention_bias
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    embeddings = Part("model.embed_tokens.weight", (config.vocab_size, size))
-    yield "embed_tokens.weight", (embeddings,)
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        attn = f"{theirs}.self_attn"
-        yield _vector(f"{ours}.attn_norm", f"{theirs}.input_layernorm", size)
-        yield _vector(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", size)
-        stacked = {f"{attn}.q_proj": q_size, f"{attn}.k_proj": kv_size, f"{attn}.v_proj": kv_size}
-        yield from _linear(f"{ours}.attn.qkv", stacked, size, bias)
-        yield from _linear(f"{ours}.attn.o", {f"{attn}.o_proj": size}, q_size, bias)
-        yield from _mlp(
-            f"{ours}.mlp", f"{theirs}.mlp", size, config.intermediate_size, config.mlp_bias
-        )
