@@ -51,4 +51,4 @@ def test_memory_is_bounded() -> None:
     k = randn(1, tokens, DIM, dtype=torch.float32)
     with LargestTensor() as largest:
         chunk_attention(q, torch.arange(tokens), k, k)
-    assert largest.numel <= chunk_module.ROWS * tokens < tokens * tokens
+    assert largest.numel <= 2 * chunk_module.ROWS * tokens < tokens * tokens

@@ -1,4 +1,4 @@
-"""Gemma 4, the text decoder: sliding-window and full layers, the last of which share keys and values.
+"""Gemma 4, the text decoder: sliding-window and full attention, late layers without own KV.
 
 The layers that own keys and values come first; each later one reads those of the last owner of its
 type. By "select at the last write", of the last owner only keys and values are for every token::
@@ -70,9 +70,7 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.gate_up)).tolist()
         groups = x[order // top_k].split(counts)
-        outputs = [
-            self._expert(expert, group) for expert, group in enumerate(groups) if len(group)
-        ]
+        outputs = [self._expert(expert, group) for expert, group in enumerate(groups) if len(group)]
         by_token = torch.cat(outputs)[order.argsort()].unflatten(0, (-1, top_k))
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -121,9 +119,7 @@ class DecoderLayer(nn.Module):
     def write(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
         return self.attn.write(self.attn_norm(x), rope, batch, state)
 
-    def read(
-        self, x: Tensor, own: Tensor | None, rope: Rotation, kv: KV, batch: Batch
-    ) -> Tensor:
+    def read(self, x: Tensor, own: Tensor | None, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
         return self._finish(x, self.attn.read(self.attn_norm(x), rope, kv, batch), own)
 
     def _finish(self, x: Tensor, attended: Tensor, own: Tensor | None) -> Tensor:

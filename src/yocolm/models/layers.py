@@ -129,7 +129,8 @@ def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dt
 def init_weights(model: nn.Module, std: float, depth: int, seed: int) -> None:
     """Normal weights, smaller by ``sqrt(2 * depth)`` where they add to the residual stream.
 
-    Norm weights and scales become one, biases zero. The same seed gives the same weights on every device.
+    Norm weights and scales become one, biases zero. The same seed gives the same weights on every
+    device.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

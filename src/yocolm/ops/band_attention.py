@@ -17,17 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.chunk_attention import fold_heads, unfold_heads
 
-BAND_BLOCK = 256  # queries a block: it costs BAND_BLOCK / W more than the band itself
+BAND_BLOCK = 64  # queries a block: it costs BAND_BLOCK / W more than the band itself
+REACH_STEP = 128  # blocks near a sequence's start see few earlier keys: so many, rounded up
+
+
+@dataclass(frozen=True)
+class Span:
+    """Query blocks that are given equally many keys."""
+
+    blocks: Tensor  # [n] their numbers
+    keys: Tensor  # [n, L] below T: own token; from T on: ring place, W for each sequence
+    seen: Tensor  # [n, 1, B, L] bool: what each query sees
 
 
 @dataclass(frozen=True)
 class Band:
-    """The plan of a batch: its query blocks, where their keys lie, and what each query sees."""
+    """The plan of a batch: its query blocks, in spans by the number of keys that they need."""
 
     blocks: Blocks
-    keys: Tensor  # [N, W + B] below T: own token; from T on: ring place, W for each sequence
-    seen: Tensor  # [N, 1, B, W + B] bool
+    spans: list[Span]
+    order: Tensor  # [N] where each block lies among those of all spans
 
 
 def cut_band(lengths: list[int], starts: Tensor, window: int) -> Band:
@@ -35,15 +46,33 @@ def cut_band(lengths: list[int], starts: Tensor, window: int) -> Band:
     device = starts.device
     size = min(BAND_BLOCK, max([1, *lengths]))
     blocks = cut_blocks(lengths, size, device)
-    counts = torch.tensor(lengths, device=device)
-    offset = counts.cumsum(0) - counts
     levels = torch.tensor(blocks.level_sizes, device=device)
     rank = torch.repeat_interleave(levels)
     seq = blocks.order[torch.arange(blocks.count, device=device) - blocks.level_starts[rank]]
-
     first = starts[seq] + rank * size  # [N] position of each block's first query
-    queries = first[:, None] + torch.arange(size, device=device)
-    positions = first[:, None] + torch.arange(-window, size, device=device)
+    steps = (first.clamp(max=window) + REACH_STEP - 1) // REACH_STEP
+    spans = []
+    for step in steps.unique().tolist():
+        chosen = torch.nonzero(steps == step).squeeze(1)
+        reach = min(step * REACH_STEP, window)
+        keys, seen = _span(lengths, starts, window, size, (seq[chosen], first[chosen], reach))
+        spans.append(Span(chosen, keys, seen))
+    return Band(blocks, spans, torch.cat([span.blocks for span in spans]).argsort())
+
+
+def _span(
+    lengths: list[int],
+    starts: Tensor,
+    window: int,
+    size: int,
+    blocks: tuple[Tensor, Tensor, int],
+) -> tuple[Tensor, Tensor]:
+    """Keys, and what is seen, of blocks (sequence [n], first position [n], how far they reach)."""
+    seq, first, reach = blocks
+    counts = torch.tensor(lengths, device=starts.device)
+    offset = counts.cumsum(0) - counts
+    queries = first[:, None] + torch.arange(size, device=starts.device)
+    positions = first[:, None] + torch.arange(-reach, size, device=starts.device)
     gap = queries[:, :, None] - positions[:, None, :]
     seen = (gap >= 0) & (gap < window) & (positions >= 0)[:, None, :]
 
@@ -51,7 +80,7 @@ def cut_band(lengths: list[int], starts: Tensor, window: int) -> Band:
     last = counts[seq, None] - 1  # padded queries see themselves somewhere, and are dropped
     places = sum(lengths) + seq[:, None] * window + positions % window
     keys = torch.where(own >= 0, offset[seq, None] + torch.minimum(own, last), places)
-    return Band(blocks, keys, seen.unsqueeze(1))
+    return keys, seen.unsqueeze(1)
 
 
 def band_attention(
@@ -67,12 +96,21 @@ def band_attention(
 
     A ring holds position p at place ``p % W``. Returns [T, H, V].
     """
-    kb, vb = (
-        torch.cat((x, ring.transpose(1, 2).flatten(0, 1)))[band.keys].transpose(1, 2)
+    heads = q.shape[1] // k.shape[1]
+    q = fold_heads(band.blocks.spread(q), k.shape[1])
+    k, v = (
+        torch.cat((x, ring.transpose(1, 2).flatten(0, 1)))
         for x, ring in ((k, k_rings), (v, v_rings))
     )
-    qb = band.blocks.spread(q).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        qb, kb, vb, attn_mask=band.seen, scale=scale, enable_gqa=True
-    )
-    return band.blocks.pack(out.transpose(1, 2))
+    outputs = [
+        F.scaled_dot_product_attention(
+            q[span.blocks],
+            k[span.keys].transpose(1, 2),
+            v[span.keys].transpose(1, 2),
+            attn_mask=span.seen.repeat_interleave(heads, 2),
+            scale=scale,
+        )
+        for span in band.spans
+    ]
+    out = torch.cat(outputs)[band.order]
+    return band.blocks.pack(unfold_heads(out, heads))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MANY_ROWS = 64  # from here on a sequence's rows are worth a call of their own
-ROWS = 256  # rows a call
-MASK_ELEMENTS = 1 << 23  # rows x keys of one call's mask: fewer rows where the context is long
+ROWS = 64  # rows a call: few, so that little is multiplied that no row may see
+MASK_ELEMENTS = 1 << 23  # of one call: fewer rows where the context is long
 
 
 def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
@@ -30,20 +30,31 @@ def chunk_attention(
     beside the keys is bounded, whatever R and N.
     """
     places = torch.arange(k.shape[1], device=q.device)
+    folded = fold_heads(q.unsqueeze(0), k.shape[0])
+    heads = q.shape[1] // k.shape[0]
     outputs = []
     first = 0
     while first < len(q):
-        rows = slice(first, first + max(1, min(ROWS, MASK_ELEMENTS // k.shape[1])))
-        where = positions[rows]
-        stop = int(where[-1]) + 1
+        stop = min(len(q), first + max(1, min(ROWS, MASK_ELEMENTS // (heads * k.shape[1]))))
+        where = positions[first:stop]
+        seen = int(where[-1]) + 1
         out = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1).unsqueeze(0),
-            k[None, :, :stop],
-            v[None, :, :stop],
-            attn_mask=where[:, None] >= places[:stop],
+            folded[:, :, first * heads : stop * heads],
+            k[None, :, :seen],
+            v[None, :, :seen],
+            attn_mask=(where[:, None] >= places[:seen]).repeat_interleave(heads, 0),
             scale=scale,
-            enable_gqa=True,
         )
-        outputs.append(out.squeeze(0).transpose(0, 1))
-        first = rows.stop
+        outputs.append(unfold_heads(out, heads).squeeze(0))
+        first = stop
     return torch.cat(outputs)
+
+
+def fold_heads(q: Tensor, groups: int) -> Tensor:
+    """[N, R, H, K] to [N, G, R * (H / G), K]: a key head's queries become rows of one matrix."""
+    return q.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold_heads(x: Tensor, heads: int) -> Tensor:
+    """The inverse, for ``heads`` = H / G query heads a key head."""
+    return x.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
