@@ -96,7 +96,13 @@ class Engine:
         )
         max_pages = min(self.spec.num_pages(self.max_model_len, page_size), sizes.num_pages)
         self.runner = Runner(
-            model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
+            model,
+            state,
+            config.vocab_size,
+            sizes.num_slots,
+            max_pages,
+            weight.device,
+            self.settings.fast_prefill,
         )
         self._answers: dict[str, _Answer] = {}
         self._interrupted = False

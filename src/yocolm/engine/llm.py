@@ -36,7 +36,7 @@ class LLM:
         seed: of the weights of ``random:PRESET``.
         skip_tokenizer_init: serve token ids only.
         settings: fields of ``EngineSettings``: max_num_batched_tokens, max_num_seqs, max_model_len,
-            kv_memory, page_size, prompt_logprobs.
+            kv_memory, page_size, prompt_logprobs, fast_prefill.
 
     Raises subclasses of YocolmError for what cannot be loaded or does not fit.
     """
@@ -55,6 +55,7 @@ class LLM:
         kv_memory: int | str | None = None,
         page_size: int = EngineSettings.page_size,
         prompt_logprobs: str = "exact",
+        fast_prefill: bool = True,
     ) -> None:
         settings = EngineSettings(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -63,6 +64,7 @@ class LLM:
             kv_memory=kv_memory,
             page_size=page_size,
             prompt_logprobs=cast(Any, prompt_logprobs),
+            fast_prefill=fast_prefill,
         )
         source = resolve(model)
         module, config = load_model(source, dtype, require_device(device), seed)

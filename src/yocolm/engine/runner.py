@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,8 +65,10 @@ class Runner:
         num_slots: int,
         max_pages: int,
         device: torch.device | str = "cpu",
+        fast_prefill: bool = True,
     ) -> None:
         self.model, self.state, self.device = model, state, device
+        self.fast_prefill = fast_prefill
         self.logit_rows = max(1, LOGITS_ELEMENTS // vocab_size)
         self.stats = StepStats()
         self._block_table = torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
@@ -136,6 +138,12 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor:
         """Both halves: every token writes, needed rows read. Returns hidden states [R, D]."""
+        if not self.fast_prefill:
+            every = torch.arange(len(batch.tokens), device=self.device)
+            return self._halves(replace(batch, rows=every))[batch.rows]
+        return self._halves(batch)
+
+    def _halves(self, batch: Batch) -> Tensor:
         self.stats.write_tokens += len(batch.tokens)
         x, kv = self.model.write(self.model.embed(batch), batch, self.state)
         hidden, rows = batch.select_rows(x)

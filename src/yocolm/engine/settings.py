@@ -30,6 +30,8 @@ class EngineSettings:
     page_size: tokens a page of global KV.
     prompt_logprobs: "exact", or "reject" to refuse requests that ask for them, so that every
         prefill is the fast one.
+    fast_prefill: False sends every token through the second half, needed or not, to measure what
+        is saved.
     """
 
     max_num_batched_tokens: int = 2048
@@ -38,12 +40,15 @@ class EngineSettings:
     kv_memory: int | str | None = None
     page_size: int = DEFAULT_PAGE_SIZE
     prompt_logprobs: Literal["exact", "reject"] = "exact"
+    fast_prefill: bool = True
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs not in ("exact", "reject"):
             raise ConfigError(
                 f"prompt_logprobs={self.prompt_logprobs!r} must be 'exact' or 'reject'"
             )
+        if not isinstance(self.fast_prefill, bool):
+            raise ConfigError(f"fast_prefill={self.fast_prefill!r} must be True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "page_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
