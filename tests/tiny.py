@@ -17,7 +17,9 @@ from yocolm.config import (
     AttentionConfig,
     CrossConfig,
     ExpertsConfig,
+    Gemma3nConfig,
     Gemma4Config,
+    GemmaConfig,
     LlamaConfig,
     ModelConfig,
     RetentionConfig,
@@ -47,6 +49,7 @@ WINDOW = 5
 _YOCO_ROPE = RopeConfig(10_000.0, interleaved=True, inclusive=True)
 _FLA_ROPE = RopeConfig(500.0, interleaved=True, inclusive=False)
 _HALF_ROPE = RopeConfig(10_000.0, interleaved=False, inclusive=False)
+_FAST_ROPE = RopeConfig(500.0, interleaved=False, inclusive=False)
 
 
 def _yoco(
@@ -89,10 +92,12 @@ def _llama(layers: int, kv_heads: int, bias: bool, tied: bool) -> LlamaConfig:
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
-def _gemma4(types: str, shared: int, kv_heads: tuple[int, int] = (1, 1), **more: Any) -> Gemma4Config:
+def _gemma4(
+    types: str, shared: int, kv_heads: tuple[int, int] = (1, 1), **more: Any
+) -> Gemma4Config:
     """``types``: a letter for each layer, w(indow) or f(ull); KV heads of either."""
     partial = RopeConfig(1_000.0, interleaved=False, inclusive=False, fraction=0.25)
-    fields = {"per_layer_size": 6, "mlp_size": 24, "final_softcap": 20.0, **more}
+    fields = {"per_layer_size": 16, "mlp_size": 24, "final_softcap": 20.0, **more}
     k_is_v = fields.pop("k_is_v", False)
     return Gemma4Config(
         vocab_size=VOCAB,
@@ -102,6 +107,27 @@ def _gemma4(types: str, shared: int, kv_heads: tuple[int, int] = (1, 1), **more:
         full=AttentionConfig(4, kv_heads[1], 16, partial, k_is_v=k_is_v),
         sliding=AttentionConfig(4, kv_heads[0], 8, _HALF_ROPE, WINDOW),
         per_layer_vocab_size=VOCAB,
+        max_position_embeddings=LENGTH,
+        **fields,
+    )
+
+
+def _gemma3n(
+    types: str, shared: int, kv_heads: int, sparsity: tuple[float, ...], **more: Any
+) -> Gemma3nConfig:
+    """``types`` as of Gemma 4; ``sparsity`` of the first layers."""
+    fields = {"per_layer_size": 16, "final_softcap": 20.0, "laurel_rank": 5, **more}
+    widths = tuple(24 if i % 2 else 40 for i in range(len(types)))
+    return Gemma3nConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        layer_types=tuple(_WINDOW if letter == "w" else _FULL for letter in types),
+        num_kv_shared_layers=shared,
+        full=AttentionConfig(4, kv_heads, 8, _FAST_ROPE),
+        sliding=AttentionConfig(4, kv_heads, 8, _HALF_ROPE, WINDOW),
+        per_layer_vocab_size=VOCAB - 3,
+        mlp_widths=widths,
+        activation_sparsity=sparsity + (0.0,) * (len(types) - len(sparsity)),
         max_position_embeddings=LENGTH,
         **fields,
     )
@@ -135,14 +161,23 @@ FAMILIES: dict[str, ModelConfig] = {
     "llama": _llama(3, kv_heads=2, bias=True, tied=False),
     "llama-one-layer": _llama(1, kv_heads=4, bias=False, tied=True),
     "gemma4": _gemma4("wwfwwfwwf", 4, wide_mlp=True),  # last writer: window
-    "gemma4-full-last": _gemma4("wfwfwf", 2, (2, 4), attention_bias=True, tie_word_embeddings=False),
-    "gemma4-window-read": _gemma4("fwwww", 2, (4, 2), per_layer_size=0),
+    "gemma4-full-last": _gemma4(
+        "wfwfwf", 2, (2, 4), attention_bias=True, tie_word_embeddings=False
+    ),
+    "gemma4-far-read": _gemma4("fwwwf", 2, (4, 2), per_layer_size=0),
     "gemma4-experts": _gemma4(
         "wwf", 0, (2, 1), per_layer_size=0, k_is_v=True, experts=ExpertsConfig(5, 2, 8)
     ),
+    "gemma3n": _gemma3n("wfwwf", 2, 1, (0.9, 0.5)),  # last writer: window
+    "gemma3n-full-last": _gemma3n(
+        "wfwfwf", 2, 2, (0.8,), attention_bias=True, tie_word_embeddings=False, altup_active=1
+    ),
+    "gemma3n-unshared": _gemma3n(
+        "wf", 0, 4, (), altup_num_inputs=3, altup_active=2, altup_correct_scale=False
+    ),
 }
 YOCO_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, YocoConfig)]
-ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4"]
+ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4-full-last", "gemma3n"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Masking bugs show best in float64; the dtypes that are served need no more than one of each kind.
@@ -165,6 +200,8 @@ def fresh_model(name: str, dtype: str = "float32") -> nn.Module:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if part.endswith(("norm.weight", "scale")):
             parameter.copy_(1 + 0.2 * noise)
+            if isinstance(FAMILIES[name], GemmaConfig) and part.endswith("q_norm.weight"):
+                parameter.mul_(len(parameter) ** -0.5)  # in place of attention's scale
         elif part.endswith(".bias"):
             parameter.copy_(0.3 * noise)
         else:
