@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from references import ALL, AUTHORS, DATA, NATIVE, expected, logits_of
 from yocolm.models.authors import authors_name, convert, load_state
 from yocolm.models.registry import load_config, load_model
-from yocolm.models.weights import INDEX_FILE, save_weights
+from yocolm.models.tensor_files import INDEX_FILE
+from yocolm.models.weights import save_weights
 
 
 @pytest.mark.parametrize("name", AUTHORS)

@@ -22,12 +22,12 @@ from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
 from yocolm.fields import Fields, parse_integer, read_json, write_json
 from yocolm.models.layouts import weight_layout
 from yocolm.models.presets import BOS_ID, CL100K_VOCAB_SIZE, EOS_ID, PAD_ID
+from yocolm.models.tensor_files import write_tensors
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     check_tensors,
     fill_weights,
     write_configs,
-    write_tensors,
 )
 from yocolm.tokenizer import TOKENIZER_FILE, AuthorsTokenizer, cl100k_to_json, load_cl100k_ranks
 
@@ -161,7 +161,11 @@ def load_authors_weights(model: nn.Module, folder: str | Path, config: YocoConfi
     path = Path(folder) / CHECKPOINT_FILE
     state = _renamed(load_state(path), config)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    fill_weights(model, config, shapes, state.__getitem__, str(path), authors_name)
+
+    def copy(name: str, target: Tensor) -> None:
+        target.copy_(state[name])
+
+    fill_weights(model, config, shapes, copy, str(path), authors_name)
 
 
 def load_authors_tokenizer(folder: str | Path, config: YocoConfig) -> AuthorsTokenizer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,11 @@ from yocolm.models.authors import (
     load_authors_tokenizer,
     load_authors_weights,
 )
+from yocolm.models.gemma import LookupTable
 from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
 from yocolm.models.llama import Llama
+from yocolm.models.loading_line import LoadingLine
 from yocolm.models.presets import PRESETS, preset
 from yocolm.models.weights import load_weights
 from yocolm.models.yoco import Yoco
@@ -41,6 +44,7 @@ from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+PER_LAYER_TABLES = ("mapped", "resident")
 _RANDOM = "random:"
 _MODULES: dict[type, Callable[[Any], nn.Module]] = {
     YocoConfig: Yoco,
@@ -106,11 +110,24 @@ def load_config(model: str | Path | ModelSource) -> ModelConfig:
     return _parse_file(folder / CONFIG_FILE)
 
 
-def build_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-    """The module of a configuration, allocated on `device` but not initialised."""
+def build_model(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    allocate_tables: bool = True,
+) -> nn.Module:
+    """The module of a configuration, allocated on `device` but not initialised.
+
+    Without `allocate_tables`, tables that are only looked up stay on the meta device.
+    """
     with torch.device("meta"):
         model = _MODULES[type(config)](config)
-    return model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    for module in model.modules():
+        if allocate_tables or not isinstance(module, LookupTable):
+            module.to_empty(device=device, recurse=False)
+    return model
 
 
 def load_model(
@@ -118,17 +135,29 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    *,
+    per_layer_tables: str = "mapped",
+    show_progress: bool = False,
 ) -> tuple[nn.Module, ModelConfig]:
     """The module with its weights, in evaluation mode, and its configuration.
 
     Args:
         dtype: a torch dtype, its name, or "auto" for the one that the files were saved in.
         seed: of the random weights of `random:PRESET`; no other model uses it.
+        per_layer_tables: "mapped" leaves Gemma's tables of per-layer inputs in their file, in its
+            dtype, and reads from there what is looked up (they cannot be trained then);
+            "resident" loads them like all other weights.
+        show_progress: on stderr, if that is a terminal.
     """
+    if per_layer_tables not in PER_LAYER_TABLES:
+        raise ConfigError(
+            f"per_layer_tables={per_layer_tables!r} must be one of {', '.join(PER_LAYER_TABLES)}"
+        )
     source = _source(model)
     config = load_config(source)
     dtype = parse_dtype(dtype, source)
-    module = build_model(config, device, dtype)
+    mapped = per_layer_tables == "mapped" and source.kind == "native"
+    module = build_model(config, device, dtype, allocate_tables=not mapped)
     if source.random_config is not None:
         init = module.init_weights
         assert callable(init)
@@ -137,7 +166,8 @@ def load_model(
         assert isinstance(config, YocoConfig)
         load_authors_weights(module, _folder(source), config)
     else:
-        load_weights(module, _folder(source), config, dtype, device)
+        with LoadingLine(source.name, sys.stderr if show_progress else None) as line:
+            load_weights(module, _folder(source), config, dtype, device, line)
     return module.eval(), config
 
 

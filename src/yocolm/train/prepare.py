@@ -79,7 +79,9 @@ def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, Mo
     data. From another model: its weights; its context grows with ``sequence_length``.
     """
     if s.continues:
-        model, config = load_model(str(s.model), dtype=torch.float32, device="cpu")
+        model, config = load_model(
+            str(s.model), dtype=torch.float32, device="cpu", per_layer_tables="resident"
+        )
         length = max(config.max_position_embeddings, s.data.sequence_length)
         config = replace(config, max_position_embeddings=length)
         model.config = config  # type: ignore[assignment]
