@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from yocolm.config import ModelConfig, RetentionConfig, YocoConfig
+from yocolm.config import GemmaConfig, LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
 from yocolm.models.presets import llama_twin
 from yocolm.models.registry import load_config
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec, model_spec
@@ -57,6 +57,7 @@ def describe(config: ModelConfig, work: Workload) -> dict[str, dict[str, object]
         "parameters": {
             "total": spec.num_params,
             "embeddings": spec.embed_params,
+            "per_layer_table": spec.table_params,
             "first_half": spec.write_params,
             "second_half": spec.read_params,
             "output_head": 0 if spec.tied else spec.head_params,
@@ -69,6 +70,7 @@ def describe(config: ModelConfig, work: Workload) -> dict[str, dict[str, object]
             "logits_per_row": spec.logits_flops_per_row,
             "prefill": work.batch * spec.prefill_flops(work.context),
             "decode_step": work.batch * spec.decode_flops(work.context),
+            "skipped_share": spec.skipped_share(work.context),
         },
         "memory": _memory(spec, work),
     }
@@ -83,9 +85,11 @@ def _architecture(config: ModelConfig) -> dict[str, object]:
         "vocab_size": config.vocab_size,
         "tied_embeddings": config.tie_word_embeddings,
     }
-    if not isinstance(config, YocoConfig):
+    if isinstance(config, LlamaConfig):
         heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
         return {**common, **heads, "head_dim": config.head_dim}
+    if isinstance(config, GemmaConfig):
+        return {**common, **_gemma_layers(config)}
     retention = isinstance(config.mixer, RetentionConfig)
     return {
         **common,
@@ -95,6 +99,19 @@ def _architecture(config: ModelConfig) -> dict[str, object]:
         "heads": config.cross.num_heads,
         "kv_heads": config.cross.num_kv_heads,
         "head_dim": config.cross.head_dim,
+    }
+
+
+def _gemma_layers(config: GemmaConfig) -> dict[str, object]:
+    full, sliding = config.full, config.sliding
+    return {
+        "layers_with_own_kv": config.num_writers,
+        "layers_that_share_kv": config.num_kv_shared_layers,
+        "full_layers": config.layer_types.count("full_attention"),
+        "window": sliding.window,
+        "heads": full.num_heads,
+        "kv_heads": f"{full.num_kv_heads} full, {sliding.num_kv_heads} window",
+        "head_dim": f"{full.head_dim} full, {sliding.head_dim} window",
     }
 
 
@@ -110,6 +127,7 @@ def _memory(spec: ModelSpec, work: Workload) -> dict[str, object]:
         "window_kv": work.batch * window,
         "recurrent": work.batch * recurrent,
         "state": work.batch * spec.bytes(work.context, DEFAULT_PAGE_SIZE, size),
+        "unshared": work.batch * spec.unshared_bytes(work.context, DEFAULT_PAGE_SIZE, size),
     }
 
 
@@ -119,6 +137,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("total", "total"),
             ("embeddings", "embeddings"),
+            ("per-layer table (looked up)", "per_layer_table"),
             ("first half (every token)", "first_half"),
             ("second half (needed rows)", "second_half"),
             ("output head", "output_head"),
@@ -132,6 +151,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("logits, each row", "logits_per_row"),
             ("prefill", "prefill"),
             ("decode step", "decode_step"),
+            ("saved by fast prefill", "skipped_share"),
         ),
     ),
     (
@@ -142,6 +162,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("window KV", "window_kv"),
             ("recurrent state (float32)", "recurrent"),
             ("all state", "state"),
+            ("all state, without sharing", "unshared"),
         ),
     ),
 )
@@ -173,6 +194,8 @@ def _table(columns: dict[str, dict[str, dict[str, object]]], work: Workload, dty
 
 def _values(label: str, values: list[object], show: Callable[[int], str]) -> str:
     """A row of numbers; with two columns also how many times the first the second is."""
+    if all(isinstance(value, float) for value in values):
+        return _line("  " + label, [f"{value:.1%}" for value in values])
     numbers = [value for value in values if isinstance(value, int)]
     cells = [show(number) for number in numbers]
     if len(numbers) == 2 and all(numbers):

@@ -150,6 +150,18 @@ class ModelSpec:
         pages = self.num_pages(num_tokens, page_size)
         return pages * self.page_bytes(page_size, dtype_bytes) + self.slot_bytes(dtype_bytes)
 
+    def unshared_bytes(self, num_tokens: int, page_size: int, dtype_bytes: int) -> int:
+        """What `bytes` were if every layer that reads a store had one of its own."""
+        pages = self.num_pages(num_tokens, page_size)
+        return sum(
+            store.readers
+            * (
+                pages * page_size * store.bytes_per_token(dtype_bytes)
+                + store.bytes_per_slot(dtype_bytes)
+            )
+            for store in self.stores
+        )
+
     def write_attention_flops(self, context: int, chunk: int = 1) -> int:
         """Token mixing of the first half for one token that sees `context` tokens."""
         return sum(mixer.flops(context, chunk) for mixer in self.write_mixers)
