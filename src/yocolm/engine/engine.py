@@ -122,8 +122,28 @@ class Engine:
             raise RequestError(
                 f"request_id={request_id!r} must be text and params={params!r} SamplingParams"
             )
-        text, ids = self._tokenize(prompt)
+        text = self._text(prompt)
+        self.enqueue(request_id, self.validate(prompt, params), params, text, arrival_time)
+
+    def validate(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of ``prompt``, if it can be served with ``params``; else RequestError.
+
+        Reads only what never changes, so any thread may call it while a step runs.
+        """
+        ids = self._tokenize(prompt)
         self._check(ids, params)
+        self.scheduler.check_servable(Request("", ids, params))
+        return ids
+
+    def enqueue(
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        text: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request that ``validate`` has passed. RequestError if its id is in use."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed)  # a copy: the caller's may change
         now = time.monotonic() if arrival_time is None else arrival_time
@@ -185,9 +205,14 @@ class Engine:
 
     # Prompts
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        ids: Any = prompt
+    def _text(self, prompt: Prompt) -> str | None:
+        """The text that a prompt gives, if any."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        return text if isinstance(text, str) else None
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        text: Any = prompt
+        ids: Any = None if isinstance(prompt, str) else prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
@@ -195,10 +220,8 @@ class Engine:
                     f"prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids'"
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
         if ids is not None:
-            return text, self._token_ids(ids)
+            return self._token_ids(ids)
         if not isinstance(text, str):
             raise RequestError(f"prompt is {text!r}; it must be text or a list of token ids")
         if self.tokenizer is None:
@@ -210,7 +233,7 @@ class Engine:
                 f"prompt is not valid text: {text[error.start]!r} at character {error.start} is "
                 "half a character, as from bytes that are not UTF-8; give UTF-8"
             ) from None
-        return text, self.tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def _token_ids(self, ids: Any) -> list[int]:
         if isinstance(ids, str | bytes) or not isinstance(ids, Series):
