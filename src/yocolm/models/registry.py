@@ -261,7 +261,7 @@ def _download(name: str) -> Path:
             f"model {name!r} is not a folder here, and fetching it from the Hugging Face hub needs "
             "huggingface_hub: pip install huggingface_hub"
         ) from error
-    wanted = ["*.json", "*.safetensors", "*.tiktoken"]
+    wanted = ["*.json", "*.jinja", "*.safetensors", "*.tiktoken"]
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
         if not (folder / CONFIG_FILE).exists() and is_authors_folder(folder):
