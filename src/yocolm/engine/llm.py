@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from yocolm.chat import ChatTemplate, Messages, encode_chat, load_chat_template
 from yocolm.engine.engine import Engine, Prompt, require_device
 from yocolm.engine.outputs import RequestOutput
-from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import RequestError
 from yocolm.models.base import CausalLM
@@ -155,6 +156,8 @@ class LLM:
                     self._counter += 1
                 request_id = str(self._counter)
                 self._counter += 1
+                if isinstance(one, SamplingParams):  # if not, the engine says so
+                    one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
                 self.engine.add_request(request_id, prompt, one)
                 ids.append(request_id)
             yield ids

@@ -263,6 +263,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
+        seq.request.num_preemptions += 1
         self.running.remove(seq)
         self._release(seq)
         seq.status = Status.WAITING
