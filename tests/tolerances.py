@@ -4,6 +4,7 @@ Golden logits have a standard deviation near 0.5.
 """
 
 GOLDEN_FLOAT32 = 2e-5  # against the outputs of another implementation
+GOLDEN_FLOAT64 = 1e-11  # against another implementation without any float32 in it
 CROSS_PATH_FLOAT32 = 1e-4  # one of our paths against another: chunked, batched, resumed
 
 # One path against another, by the model's dtype. On the tests' tiny models (logits with a standard

@@ -78,6 +78,12 @@ def _add_generate(commands: _Commands) -> None:
     one.add_argument(
         "--prompt-ids", type=_token_ids, metavar="IDS", help="token ids, such as 1,17,42"
     )
+    source.add_argument(
+        "--chat",
+        action="store_true",
+        help="the text is a user's message: apply the model's chat template",
+    )
+    source.add_argument("--system", metavar="TEXT", help="the system message before it (--chat)")
     _add_model(parser, "--model")
     parser.add_argument(
         "--dtype",

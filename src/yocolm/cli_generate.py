@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from yocolm.chat import encode_chat
+from yocolm.engine.engine import Prompt
 from yocolm.engine.llm import LLM
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.sampling_params import SamplingParams
@@ -22,7 +24,11 @@ _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 def run(arguments: argparse.Namespace) -> int:
     if arguments.stream and (arguments.json or (arguments.n or 1) > 1):
         raise RequestError("--stream prints one text as it is drawn: leave out --json and -n")
-    prompt = _prompt(arguments)
+    if arguments.chat and arguments.prompt_ids is not None:
+        raise RequestError("--chat takes a message's text: leave out --prompt-ids")
+    if arguments.system is not None and not arguments.chat:
+        raise RequestError("--system needs --chat: without it there are no messages")
+    prompt: Prompt = _prompt(arguments)
     params = _sampling_params(arguments)
     settings = {
         name: getattr(arguments, name)
@@ -30,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None
     }
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
+    if arguments.chat:
+        prompt = _chat_prompt(llm, prompt, arguments.system)
     streams = _streams(arguments, params) and llm.get_tokenizer() is not None
     if streams:
         output = _stream(llm, prompt, params, arguments.echo)
@@ -68,6 +76,18 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
         raise RequestError(f"the prompt is not UTF-8 at byte {error.start}") from error
 
 
+def _chat_prompt(llm: LLM, text: Prompt, system: str | None) -> Prompt:
+    """A user's message in the form that the model's chat template gives it."""
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise RequestError("--chat needs a tokenizer, which this model does not have")
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    rendered = llm.chat_template.render(messages)
+    return {"prompt": rendered, "prompt_token_ids": encode_chat(tokenizer, rendered)}
+
+
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The model's defaults, then every option of that name that was given."""
     defaults = load_generation_config(arguments.model)
@@ -90,7 +110,7 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, echo: bool) -> RequestOutput:
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool) -> RequestOutput:
     """Print text as it comes; returns the final output."""
     printed, output = 0, None
     for output in _steps(llm, prompt, params):
@@ -116,7 +136,7 @@ def _prompt_text(llm: LLM, output: RequestOutput) -> str:
     return _joined(output.prompt_token_ids)
 
 
-def _steps(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+def _steps(llm: LLM, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
     llm.engine.add_request("0", prompt, params)
     while llm.engine.has_unfinished_requests():
         yield from llm.engine.step()

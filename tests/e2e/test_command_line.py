@@ -193,3 +193,17 @@ def test_the_bundled_model_continues_a_text(capsys: pytest.CaptureFixture[str]) 
     out = run(capsys, "generate", "She had been forced into", "--max-tokens", 24, "--seed", 1)
     assert len(out.split()) >= 5
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 15_000_000
+
+
+def test_a_message_in_the_form_of_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["generate", "Hi.", "--chat", "--system", "Be kind.", "--max-tokens", "1", "--seed"]
+    found = run_json(capsys, *options, "1")
+    assert found["prompt"] == "System: Be kind.\n\nUser: Hi.\n\nAssistant:"
+    assert found["outputs"][0]["finish_reason"] == "length"
+    for wrong, message in (
+        (["x", "--system", "y"], "--system needs --chat"),
+        (["--prompt-ids", "1", "--chat"], "leave out --prompt-ids"),
+        (["x", "--chat", "--model", RANDOM], "--chat needs a tokenizer"),
+    ):
+        assert main(["generate", *wrong]) == 1
+        assert message in capsys.readouterr().err

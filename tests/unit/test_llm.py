@@ -170,6 +170,34 @@ def test_tokens_that_only_pad_the_vocabulary(llm: LLM) -> None:
     assert llm.generate("hello", SamplingParams(stop="x", logit_bias={padding: 100}))
 
 
+def test_chat(llm: LLM, folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(RequestError, match="no chat template: .* give one as chat_template"):
+        llm.chat(messages, params)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }} {{ more }}{% endfor %}"
+    options: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"more": "or"}}
+    (output,) = llm.chat(messages, params, **options)
+    assert output.prompt == "hello or"
+    (wanted,) = llm.generate("hello or", params)
+    assert output.prompt_token_ids == wanted.prompt_token_ids
+    assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+    several = llm.chat([messages, messages * 2], params, **options)
+    assert [output.prompt for output in several] == ["hello or", "hello orhello or"]
+    assert llm.chat([], params) == []
+    with pytest.raises(RequestError, match="messages is 5; give a list"):
+        llm.chat(5, params)  # pyright: ignore[reportArgumentType]
+    ids_only = LLM(folder, skip_tokenizer_init=True, kv_memory="1MB")
+    with pytest.raises(RequestError, match="chat needs a tokenizer"):
+        ids_only.chat(messages, **options)
+
+
+def test_the_bundled_model_has_a_chat_template() -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    (output,) = LLM().chat(messages, SamplingParams(max_tokens=1, seed=0), tools=[{"name": "f"}])
+    assert output.prompt == 'Tools: [{"name": "f"}]\n\nSystem: Be kind.\n\nUser: Hi\n\nAssistant:'
+
+
 def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["he", "hello"], SamplingParams(max_tokens=2), use_tqdm=True)
     captured = capsys.readouterr()

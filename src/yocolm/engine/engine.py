@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from yocolm.config import ModelConfig
-from yocolm.engine.outputs import (
-    CompletionOutput,
-    Logprob,
-    PromptLogprobs,
-    RequestOutput,
-    SampleLogprobs,
-)
+from yocolm.engine.answers import Answer
+from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
-from yocolm.engine.runner import EntryOutput, Runner, TokenScore
+from yocolm.engine.runner import EntryOutput, Runner
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.settings import EngineSettings, available_memory, size_pools
 from yocolm.engine.state import PagedState
-from yocolm.engine.text import SequenceText
 from yocolm.errors import ConfigError, RequestError
 from yocolm.models.base import CausalLM
 from yocolm.models.spec import model_spec
 from yocolm.tokenizer import Tokenizer
 
 Prompt = str | Series[int] | Mapping[str, Any]
-
-
-@dataclass
-class _Answer:
-    """What has been gathered for a request: by sample index where it belongs to a sample."""
-
-    request: Request
-    prompt_logprobs: PromptLogprobs | None
-    logprobs: dict[int, SampleLogprobs] = field(default_factory=dict)
-    texts: dict[int, SequenceText] = field(default_factory=dict)
 
 
 class Engine:
@@ -104,7 +88,7 @@ class Engine:
             weight.device,
             self.settings.fast_prefill,
         )
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, Answer] = {}
         self._interrupted = False
 
     # Requests
@@ -128,31 +112,53 @@ class Engine:
             raise RequestError(
                 f"request_id={request_id!r} must be text and params={params!r} SamplingParams"
             )
-        text, ids = self._tokenize(prompt)
+        text = self._text(prompt)
+        self.enqueue(request_id, self.validate(prompt, params), params, text, arrival_time)
+
+    def validate(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of ``prompt``, if it can be served with ``params``; else RequestError.
+
+        Reads only what never changes, so any thread may call it while a step runs.
+        """
+        ids = self._tokenize(prompt)
         self._check(ids, params)
+        self.scheduler.check_servable(Request("", ids, params))
+        return ids
+
+    def enqueue(
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        text: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request that ``validate`` has passed. RequestError if its id is in use."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed)  # a copy: the caller's may change
         now = time.monotonic() if arrival_time is None else arrival_time
         request = Request(request_id, ids, params, now, self.eos_token_ids, text)
         self.scheduler.add(request)
-        scores: PromptLogprobs = [None] * len(ids)
-        scored = params.prompt_logprobs is not None
-        self._answers[request_id] = _Answer(request, scores if scored else None)
+        self._answers[request_id] = Answer(request, self.tokenizer)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request; what it has so far comes back. None if it is unknown or done."""
-        answer = self._answers.pop(request_id, None)
+        """End a request; what it has so far comes back, of deltas what was not yet delivered.
+
+        None if it is unknown or done.
+        """
+        answer = self._answers.get(request_id)
         if answer is None:
             return None
         for seq in self.scheduler.abort(request_id):
-            self._end_text(answer, seq)
-        return self._output(answer)
+            answer.end(seq)
+        return next(self._deliver([request_id]))
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Advance every scheduled sequence once. Returns the requests that have something new.
+        """Advance every scheduled sequence once. Returns the requests that have something new
+        (of those that want their final output only, the ones that have ended).
 
         An interrupt leaves the engine fit to go on: since the state that a step has written is not
         what the scheduler knows of, everybody recomputes.
@@ -167,7 +173,7 @@ class Engine:
         if self._interrupted:  # what ended in the step that was cut short
             touched.update((i, None) for i, a in self._answers.items() if a.request.finished)
             self._interrupted = False
-        return [self._deliver(request_id) for request_id in touched if request_id in self._answers]
+        return list(self._deliver(touched))
 
     def _advance(self) -> list[Sequence]:
         plan = self.scheduler.schedule(time.monotonic())
@@ -191,9 +197,14 @@ class Engine:
 
     # Prompts
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        ids: Any = prompt
+    def _text(self, prompt: Prompt) -> str | None:
+        """The text that a prompt gives, if any."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        return text if isinstance(text, str) else None
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        text: Any = prompt
+        ids: Any = None if isinstance(prompt, str) else prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
@@ -201,10 +212,8 @@ class Engine:
                     f"prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids'"
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
         if ids is not None:
-            return text, self._token_ids(ids)
+            return self._token_ids(ids)
         if not isinstance(text, str):
             raise RequestError(f"prompt is {text!r}; it must be text or a list of token ids")
         if self.tokenizer is None:
@@ -216,7 +225,7 @@ class Engine:
                 f"prompt is not valid text: {text[error.start]!r} at character {error.start} is "
                 "half a character, as from bytes that are not UTF-8; give UTF-8"
             ) from None
-        return text, self.tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def _token_ids(self, ids: Any) -> list[int]:
         if isinstance(ids, str | bytes) or not isinstance(ids, Series):
@@ -255,12 +264,10 @@ class Engine:
 
     def _keep_prompt_scores(self, plan: Plan, outputs: list[EntryOutput]) -> None:
         for entry, output in zip(plan.scheduled, outputs, strict=True):
-            if not output.prompt_scores or output.result.error is not None:
-                continue
-            kept = self._answers[entry.seq.request.request_id].prompt_logprobs
-            assert kept is not None
-            for row, score in zip(entry.rows, output.prompt_scores, strict=False):
-                kept[entry.start + row + 1] = self._logprobs(score)
+            if output.prompt_scores and output.result.error is None:
+                positions = [entry.start + row + 1 for row in entry.rows[: entry.num_scored]]
+                answer = self._answers[entry.seq.request.request_id]
+                answer.keep_prompt_scores(positions, output.prompt_scores)
 
     def _keep_samples(
         self, plan: Plan, outputs: list[EntryOutput], changed: list[Sequence]
@@ -271,83 +278,30 @@ class Engine:
             for entry, output in zip(plan.scheduled, outputs, strict=True)
             for i, score in enumerate(output.sample_scores)
         }
+        now = time.monotonic()
         for seq in changed:
-            request_id = seq.request.request_id
-            answer = self._answers[request_id]
+            request = seq.request
+            answer = self._answers[request.request_id]
             if seq.finish_reason == "error" or not seq.num_output:
-                self._end_text(answer, seq)
+                answer.end(seq)
                 continue
-            score = scores.get((request_id, seq.index))
-            if score is not None:
-                answer.logprobs.setdefault(seq.index, []).append(self._logprobs(score))
-            self._extend_text(answer, seq)
+            if request.first_token is None:
+                request.first_token = now
+            stop = answer.extend(seq, scores.get((request.request_id, seq.index)))
+            if stop is not None:
+                self.scheduler.finish(seq, "stop", stop)
 
-    def _extend_text(self, answer: _Answer, seq: Sequence) -> None:
-        params = seq.request.params
-        if self.tokenizer is None or not params.detokenize:
-            return
-        text = answer.texts.get(seq.index)
-        if text is None:
-            text = answer.texts[seq.index] = SequenceText(self.tokenizer, params)
-        may_stop = seq.num_output > params.min_tokens
-        stop = None
-        if seq.finish_reason != "stop" or params.include_stop_str_in_output:
-            stop = text.push(seq.output_token_ids[-1], may_stop)
-        if stop is None and seq.finished:
-            stop = text.end(may_stop and seq.finish_reason == "length")
-        if stop is not None:
-            self.scheduler.finish(seq, "stop", stop)
-
-    def _end_text(self, answer: _Answer, seq: Sequence) -> None:
-        text = answer.texts.get(seq.index)
-        if text is not None:
-            text.end()
-
-    def _logprobs(self, score: TokenScore) -> dict[int, Logprob]:
-        """The token itself first, then the likeliest ones."""
-        entries = {score.token_id: (score.logprob, score.rank)}
-        for rank, (token, logprob) in enumerate(score.top, 1):
-            entries.setdefault(token, (logprob, rank))
-        return {
-            token: Logprob(logprob, rank, self._decoded(token))
-            for token, (logprob, rank) in entries.items()
-        }
-
-    def _decoded(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
-
-    def _deliver(self, request_id: str) -> RequestOutput:
-        answer = self._answers[request_id]
-        if answer.request.finished:
-            del self._answers[request_id]
-        return self._output(answer)
-
-    def _output(self, answer: _Answer) -> RequestOutput:
-        request = answer.request
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=answer.prompt_logprobs,
-            outputs=[self._completion(answer, seq) for seq in request.sequences],
-            finished=request.finished,
-            error=request.error,
-        )
-
-    def _completion(self, answer: _Answer, seq: Sequence) -> CompletionOutput:
-        text = answer.texts.get(seq.index)
-        wants_logprobs = seq.request.params.logprobs is not None
-        return CompletionOutput(
-            index=seq.index,
-            text="" if text is None else text.visible,
-            token_ids=list(seq.output_token_ids),
-            cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
-            logprobs=list(answer.logprobs.get(seq.index, [])) if wants_logprobs else None,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
+    def _deliver(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
+        for request_id in request_ids:
+            answer = self._answers.get(request_id)
+            if answer is None:
+                continue
+            if answer.request.finished:
+                answer.request.ended = time.monotonic()
+                del self._answers[request_id]
+            output = answer.output()
+            if output is not None:
+                yield output
 
     def check(self) -> None:
         """Assert that queues and pools agree (for tests, after every step)."""

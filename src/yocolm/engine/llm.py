@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from yocolm.chat import ChatTemplate, Messages, encode_chat, load_chat_template
 from yocolm.engine.engine import Engine, Prompt, require_device
 from yocolm.engine.outputs import RequestOutput
-from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import RequestError
 from yocolm.models.base import CausalLM
@@ -71,7 +74,13 @@ class LLM:
         tokenizer = None if skip_tokenizer_init else load_tokenizer(source)
         ends = eos_token_ids(config, load_generation_config(source), tokenizer)
         self.engine = Engine(cast(CausalLM, module), config, tokenizer, settings, ends)
+        self._folder = source.folder
         self._counter = 0
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own; CheckpointError if its file is damaged."""
+        return load_chat_template(self._folder)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""
@@ -100,6 +109,45 @@ class LLM:
         with self._added(listed, params) as ids:
             return self._finish(ids, use_tqdm)
 
+    def chat(
+        self,
+        messages: Messages | Iterable[Messages],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the model's chat template.
+
+        Args:
+            messages: a conversation (dictionaries with role and content), or a list of them.
+            sampling_params, use_tqdm: as for ``generate``.
+            chat_template, add_generation_prompt, continue_final_message, tools: as for
+                ``ChatTemplate.render``.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises RequestError before anything runs, also where the model has no chat template.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, which this model does not have")
+        prompts: list[Prompt] = []
+        for one in _conversations(messages):
+            text = self.chat_template.render(
+                one,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            ids = encode_chat(self.engine.tokenizer, text)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
     @contextmanager
     def _added(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[list[str]]:
         """Queue requests; whatever interrupts leaves none of them behind."""
@@ -110,6 +158,8 @@ class LLM:
                     self._counter += 1
                 request_id = str(self._counter)
                 self._counter += 1
+                if isinstance(one, SamplingParams):  # if not, the engine says so
+                    one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
                 self.engine.add_request(request_id, prompt, one)
                 ids.append(request_id)
             yield ids
@@ -129,6 +179,13 @@ class LLM:
         if show_progress:
             print(file=sys.stderr)
         return [done[request_id] for request_id in ids]
+
+
+def _conversations(messages: Messages | Iterable[Messages]) -> list[Messages]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise RequestError(f"messages is {messages!r}; give a list of messages, each an object")
+    listed: list[Any] = list(messages)
+    return [listed] if listed and isinstance(listed[0], Mapping) else listed
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

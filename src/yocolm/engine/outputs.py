@@ -41,9 +41,23 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of a request in seconds of ``time.monotonic``, None where it has not come so far."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The state of a request: final, or as far as it has come when streamed.
+
+    Of a request with ``output_kind`` DELTA, each output holds only the samples that went on, and
+    of them only the text, tokens and logprobs that are new; the first has the prompt's logprobs.
 
     ``prompt_logprobs`` has one entry for each prompt token: None for the first and for those
     before ``prompt_logprobs_start``, then a dict of token id to Logprob.
@@ -57,3 +71,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     error: str | None = None
+    metrics: RequestMetrics | None = None

@@ -24,7 +24,10 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One user request. ``number`` is its place in the order of arrival, given by the scheduler."""
+    """One user request. ``number`` is its place in the order of arrival, given by the scheduler.
+
+    Times (arrival, first_scheduled, first_token, ended) are in seconds, None until then.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -34,6 +37,9 @@ class Request:
     prompt: str | None = None
     number: int = -1
     first_scheduled: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    num_preemptions: int = 0
     error: str | None = None
     sequences: list[Sequence] = field(init=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field, replace
@@ -47,11 +48,18 @@ class EntryOutput:
 
 @dataclass
 class StepStats:
-    """What the two halves of the model have been given so far."""
+    """What the two halves of the model have been given so far, and the seconds they took.
+
+    Seconds are the host's: on a GPU, whose kernels run behind it, most of them wait in ``sample``.
+    """
 
     write_tokens: int = 0
     read_rows: int = 0
     read_calls: int = 0
+    write_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    read_seconds: float = 0.0
+    sample_seconds: float = 0.0
 
 
 class Runner:
@@ -88,7 +96,10 @@ class Runner:
             key=lambda i: (plan.scheduled[i].num_tokens > 1, plan.scheduled[i].seq.slot),
         )
         entries = [plan.scheduled[i] for i in order]  # singles by slot: states side by side
-        outputs = self._draw(entries, self._forward(self._prepare(entries)))
+        hidden = self._forward(self._prepare(entries))
+        begin = time.perf_counter()
+        outputs = self._draw(entries, hidden)
+        self.stats.sample_seconds += time.perf_counter() - begin
         placed = dict(zip(order, outputs, strict=True))
         return [placed[i] for i in range(len(entries))]
 
@@ -144,14 +155,20 @@ class Runner:
         return self._halves(batch)
 
     def _halves(self, batch: Batch) -> Tensor:
-        self.stats.write_tokens += len(batch.tokens)
+        stats, begin = self.stats, time.perf_counter()
+        stats.write_tokens += len(batch.tokens)
         x, kv = self.model.write(self.model.embed(batch), batch, self.state)
+        written = time.perf_counter()
         hidden, rows = batch.select_rows(x)
         if len(hidden):
-            self.stats.read_calls += 1
-            self.stats.read_rows += len(hidden)
+            stats.read_calls += 1
+            stats.read_rows += len(hidden)
             hidden = self.model.read(hidden, kv, rows)
+        read = time.perf_counter()
         self.state.commit()
+        stats.write_seconds += written - begin
+        stats.read_seconds += read - written
+        stats.commit_seconds += time.perf_counter() - read
         return hidden
 
     def _draw(self, entries: list[Scheduled], hidden: Tensor) -> list[EntryOutput]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 
 from yocolm.errors import RequestError
@@ -16,6 +17,14 @@ MIN_POSITIVE = 1e-6
 MAX_COUNT = 2**31 - 1  # more than any vocabulary: what it cuts off changes nothing
 
 
+class RequestOutputKind(Enum):
+    """What an engine's step returns of a request."""
+
+    CUMULATIVE = 0  # all that it has so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # nothing before it has ended
+
+
 @dataclass
 class SamplingParams:
     """Parameters of one request.
@@ -25,6 +34,7 @@ class SamplingParams:
     ``prompt_logprobs=0`` are on, for the token itself alone; ``None`` is off. Prompt tokens are
     scored from position ``prompt_logprobs_start`` on (the first token of all never is).
     ``seed=-1`` means None, as in vLLM. ``stop`` and ``stop_token_ids`` become lists.
+    ``output_kind`` is for those who step the engine themselves; ``LLM`` returns final outputs.
 
     Raises RequestError for a value of the wrong type or out of range.
     """
@@ -50,6 +60,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._check_flags()
@@ -73,6 +84,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name}={value!r} must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 
     def _check_distribution(self) -> None:
         self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -76,11 +76,35 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue ``request``. Raises RequestError if it could never be served."""
-        self._check_servable(request)
+        if request.request_id in self.requests:
+            raise RequestError(f"request_id {request.request_id!r} is in use: choose another")
+        self.check_servable(request)
         request.number = self.num_added
         self.num_added += 1
         self.requests[request.request_id] = request
         self.waiting.extend(request.sequences)
+
+    def check_servable(self, request: Request) -> None:
+        """Raise RequestError if ``request`` could never be served. Changes nothing."""
+        length, params = request.num_prompt, request.params
+        if length == 0:
+            raise RequestError("the prompt has no tokens: give at least one")
+        if length + (params.max_tokens != 0) > self.max_model_len:
+            what = "exceeds" if length > self.max_model_len else "leaves no room for output within"
+            raise RequestError(
+                f"a prompt of {length} tokens {what} max_model_len={self.max_model_len}: shorten it"
+            )
+        if params.prompt_logprobs_start > length:
+            raise RequestError(
+                f"prompt_logprobs_start={params.prompt_logprobs_start} is past the end of "
+                f"a prompt of {length} tokens: lower it"
+            )
+        room = self.page_pool.capacity * self.page_pool.page_size
+        if request.max_computed(self.max_model_len) > room:
+            raise RequestError(
+                f"a prompt of {length} tokens with max_tokens={params.max_tokens} may grow beyond "
+                f"the {room} tokens that the KV pages hold: lower max_tokens or raise kv_memory"
+            )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End what is unfinished of a request and return it; nothing if it is done or unknown."""
@@ -120,29 +144,6 @@ class Scheduler:
         for seq in unfinished:
             self.finish(seq, reason)
         return unfinished
-
-    def _check_servable(self, request: Request) -> None:
-        length, params = request.num_prompt, request.params
-        if request.request_id in self.requests:
-            raise RequestError(f"request_id {request.request_id!r} is in use: choose another")
-        if length == 0:
-            raise RequestError("the prompt has no tokens: give at least one")
-        if length + (params.max_tokens != 0) > self.max_model_len:
-            what = "exceeds" if length > self.max_model_len else "leaves no room for output within"
-            raise RequestError(
-                f"a prompt of {length} tokens {what} max_model_len={self.max_model_len}: shorten it"
-            )
-        if params.prompt_logprobs_start > length:
-            raise RequestError(
-                f"prompt_logprobs_start={params.prompt_logprobs_start} is past the end of "
-                f"a prompt of {length} tokens: lower it"
-            )
-        room = self.page_pool.capacity * self.page_pool.page_size
-        if request.max_computed(self.max_model_len) > room:
-            raise RequestError(
-                f"a prompt of {length} tokens with max_tokens={params.max_tokens} may grow beyond "
-                f"the {room} tokens that the KV pages hold: lower max_tokens or raise kv_memory"
-            )
 
     # A step: schedule, and update with its results
 
@@ -262,6 +263,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
+        seq.request.num_preemptions += 1
         self.running.remove(seq)
         self._release(seq)
         seq.status = Status.WAITING

@@ -248,6 +248,8 @@ def parse_dtype(dtype: torch.dtype | str, model: str | Path | ModelSource) -> to
 def _saved_dtype(path: Path) -> torch.dtype:
     """The dtype that a config.json names in either spelling of transformers."""
     fields = read_json(path)
+    inner = fields.get("text_config")  # of a multimodal model, which may say it there alone
+    fields = {**(inner if isinstance(inner, dict) else {}), **fields}
     given = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None]
     if not given:
         return torch.float32
@@ -307,7 +309,7 @@ def _download(name: str) -> Path:
             f"model {name!r} is not a folder here, and fetching it from the Hugging Face hub needs "
             "huggingface_hub: pip install huggingface_hub"
         ) from error
-    wanted = ["*.json", "*.safetensors", "*.tiktoken"]
+    wanted = ["*.json", "*.jinja", "*.safetensors", "*.tiktoken"]
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
         if not (folder / CONFIG_FILE).exists() and is_authors_folder(folder):
