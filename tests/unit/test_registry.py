@@ -124,6 +124,7 @@ def test_hub_ids_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert resolve("someone/llama-tiny").kind == "native"
+    assert {"*.json", "*.jinja", "*.safetensors"} <= set(asked[0])
     assert not any("checkpoint.pth" in patterns for patterns in asked)  # nothing pickled is fetched
     assert resolve("someone/yoco-gret-tiny").kind == "authors"
     assert "checkpoint.pth" in asked[-1]

@@ -151,7 +151,7 @@ def test_a_real_multimodal_checkpoint_of_gemma_4(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     assert any("vision_tower" in name for name in load_file(tmp_path / SINGLE_FILE))
     ours, _ = load_model(tmp_path)
-    expected = logits(theirs, PROMPT.tolist())  # type: ignore[arg-type]
+    expected = logits(theirs, PROMPT.tolist())
     assert worst(logits_of(ours, PROMPT), expected) < GOLDEN_FLOAT32
 
 
