@@ -36,7 +36,8 @@ _LIMITS |= dict.fromkeys((*_WIDTHS, "num_global_key_value_heads"), 1_000_000)
 # Written by transformers into every config.json, or read by training code only.
 HARMLESS = frozenset(
     """
-    architectures auto_map transformers_version torch_dtype dtype use_cache return_dict
+    architectures auto_map transformers_version torch_dtype dtype use_cache cache_implementation
+    return_dict
     output_attentions output_hidden_states attn_implementation tokenizer_class name_or_path
     problem_type id2label label2id task_specific_params finetuning_task decoder_start_token_id
     sep_token_id chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
