@@ -177,6 +177,7 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
 }
 YOCO_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, YocoConfig)]
+GEMMA_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, GemmaConfig)]
 ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4-full-last", "gemma3n"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -222,6 +223,7 @@ def make_engine(
     length: int | None = None,
     eos: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
+    fast_prefill: bool = True,
 ) -> Engine:
     """An engine with so many pages and slots to hand out, and a budget of tokens a step."""
     spec, width = model_spec(FAMILIES[name]), DTYPES[dtype].itemsize
@@ -232,6 +234,7 @@ def make_engine(
         max_model_len=length,
         kv_memory=memory,
         page_size=page_size,
+        fast_prefill=fast_prefill,
     )
     module = cast(CausalLM, tiny_model(name, dtype) if model is None else model)
     return Engine(module, FAMILIES[name], tokenizer, settings, eos)

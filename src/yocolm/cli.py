@@ -124,6 +124,18 @@ def _add_generate(commands: _Commands) -> None:
     engine.add_argument(
         "--kv-memory", metavar="SIZE", help="memory for state, such as 512MB or 2GiB"
     )
+    engine.add_argument(
+        "--fast-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompt tokens that need no logits skip the second half; off to measure that",
+    )
+    engine.add_argument(
+        "--per-layer-tables",
+        choices=("mapped", "resident"),
+        default="mapped",
+        help="Gemma's per-layer embeddings: left in their file, or loaded",
+    )
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:

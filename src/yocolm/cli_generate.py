@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     params = _sampling_params(arguments)
     settings = {
         name: getattr(arguments, name)
-        for name in ("max_num_batched_tokens", "kv_memory")
+        for name in ("max_num_batched_tokens", "kv_memory", "fast_prefill", "per_layer_tables")
         if getattr(arguments, name) is not None
     }
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)

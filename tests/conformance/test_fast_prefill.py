@@ -1,13 +1,17 @@
 """What the second half is given: the rows that somebody needs, once, and nothing else."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from torch import Tensor, nn
 
 from spying import Spy, Traffic
 from tiny import (
     FAMILIES,
+    GEMMA_FAMILIES,
     assert_dense,
+    fresh_model,
     greedy,
     make_engine,
     prompt_of,
@@ -16,6 +20,7 @@ from tiny import (
     samples,
     tiny_model,
 )
+from yocolm.config import GemmaConfig
 from yocolm.engine.sampling_params import SamplingParams
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
@@ -154,6 +159,41 @@ def test_one_token_to_score_is_nothing_to_read() -> None:
     output = run_one(engine, [5], params)
     assert output.prompt_logprobs == [None] and output.outputs[0].finish_reason == "length"
     assert spy.reads == [] and spy.logit_rows == []
+
+
+@pytest.mark.parametrize("name", GEMMA_FAMILIES)
+def test_layers_compute_queries_of_tokens_below_the_last_write_and_of_rows_from_it_on(
+    name: str,
+) -> None:
+    """The last layer that owns keys and values attends, as the readers do, for rows alone."""
+    config, model = FAMILIES[name], fresh_model(name)
+    assert isinstance(config, GemmaConfig)
+    attended: Counter[int] = Counter()
+
+    def count(layer: int) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            attended[layer] += len(inputs[0])
+
+        return hook
+
+    for layer in range(config.num_layers):
+        model.get_submodule(f"layers.{layer}.attn.o").register_forward_pre_hook(count(layer))
+    engine = make_engine(name, model=model, budget=7)
+    plain = {"plain": (prompt_of(20), greedy(3, **PLAIN)), "scored": (prompt_of(9), greedy(2))}
+    run(engine, plain)
+    tokens, rows, first = 20 + 2 + 9 + 1, 3 + 9 + 1, config.num_writers - 1
+    layers = range(config.num_layers)
+    assert attended == {layer: tokens if layer < first else rows for layer in layers}
+
+
+@EVERY
+def test_every_row_can_be_sent_through_for_measurement(name: str) -> None:
+    engine = make_engine(name, budget=7, fast_prefill=False)
+    requests = {"plain": (prompt_of(20), greedy(3)), "scored": (prompt_of(9), greedy(2))}
+    outputs = run(engine, requests)
+    assert engine.runner.stats.read_rows == engine.runner.stats.write_tokens == 20 + 2 + 9 + 1
+    for output in outputs.values():
+        assert_dense(output, name)
 
 
 def test_logits_never_exist_for_a_whole_prompt() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,11 +21,13 @@ from tiny import (
     run,
     run_one,
     samples,
+    tiny_model,
 )
 from yocolm.engine.engine import Engine
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import ConfigError, RequestError
+from yocolm.models.base import CausalLM
 
 NAME = "retention"
 EOS = 7
@@ -75,6 +77,14 @@ def test_bad_prompts(prompt: Any, message: str) -> None:
 )
 def test_parameters_that_do_not_fit_the_model(params: dict[str, Any], message: str) -> None:
     rejected(make_engine(NAME), [1, 2, 3, 4], message, **params)
+
+
+def test_tokens_of_other_media_are_refused() -> None:
+    config = replace(FAMILIES["gemma4"], media_token_ids=(("image", 7), ("audio", 9)))
+    engine = Engine(cast(CausalLM, tiny_model("gemma4")), config)
+    with pytest.raises(RequestError, match="token id 9 at place 2 stands for audio input"):
+        engine.add_request("one", [1, 2, 9], greedy())
+    assert not engine.has_unfinished_requests()
 
 
 def test_whatever_is_an_integer_is_a_token() -> None:

@@ -27,6 +27,7 @@ class LlamaConfig:
     """The plain Transformer: every layer owns its KV (transformers' LlamaForCausalLM)."""
 
     model_type: ClassVar[str] = "llama"
+    media_token_ids: ClassVar[tuple[tuple[str, int], ...]] = ()  # text only
 
     vocab_size: int
     hidden_size: int

@@ -93,6 +93,7 @@ class YocoConfig:
     """A decoder-decoder: `num_self_layers` mixers, one shared KV, then cross-attention layers."""
 
     model_type: ClassVar[str] = "yoco"
+    media_token_ids: ClassVar[tuple[tuple[str, int], ...]] = ()  # text only
 
     vocab_size: int
     hidden_size: int

@@ -248,6 +248,12 @@ class Engine:
                     raise RequestError(
                         f"{what} {token} is outside the vocabulary: give 0 to {vocab - 1}"
                     )
+        for what, token in self.config.media_token_ids:
+            if token in ids:
+                raise RequestError(
+                    f"prompt token id {token} at place {ids.index(token)} stands for {what} input, "
+                    "and only text is supported: leave it out"
+                )
         for what in ("logprobs", "prompt_logprobs"):
             value = getattr(params, what)
             if value is not None and value > vocab:

@@ -40,6 +40,8 @@ class LLM:
         skip_tokenizer_init: serve token ids only.
         settings: fields of ``EngineSettings``: max_num_batched_tokens, max_num_seqs, max_model_len,
             kv_memory, page_size, prompt_logprobs, fast_prefill.
+        per_layer_tables: "mapped" leaves tables of per-layer inputs in their file, "resident" loads
+            them; see ``load_model``.
 
     Raises subclasses of YocolmError for what cannot be loaded or does not fit.
     """
@@ -59,6 +61,7 @@ class LLM:
         page_size: int = EngineSettings.page_size,
         prompt_logprobs: str = "exact",
         fast_prefill: bool = True,
+        per_layer_tables: str = "mapped",
     ) -> None:
         settings = EngineSettings(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -70,7 +73,14 @@ class LLM:
             fast_prefill=fast_prefill,
         )
         source = resolve(model)
-        module, config = load_model(source, dtype, require_device(device), seed)
+        module, config = load_model(
+            source,
+            dtype,
+            require_device(device),
+            seed,
+            per_layer_tables=per_layer_tables,
+            show_progress=True,
+        )
         tokenizer = None if skip_tokenizer_init else load_tokenizer(source)
         ends = eos_token_ids(config, load_generation_config(source), tokenizer)
         self.engine = Engine(cast(CausalLM, module), config, tokenizer, settings, ends)

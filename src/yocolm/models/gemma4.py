@@ -12,7 +12,7 @@ Tensor names are transformers', up to the stacking of projections of one input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma4 import ExpertsConfig, Gemma4Config
 from yocolm.models.base import KV, Batch, State
 from yocolm.models.gemma import (
@@ -89,7 +90,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Gemma4Config, layer: int) -> None:
         super().__init__()
         size, eps, experts = config.hidden_size, config.norm_eps, config.experts
-        self.kind = config.layer_types[layer]
+        self.kind: LayerType = config.layer_types[layer]
         self.attn_norm = RMSNorm(size, eps)
         self.attn = GemmaAttention(config, layer)
         self.post_attn_norm = RMSNorm(size, eps)
@@ -189,7 +190,7 @@ class Gemma4(nn.Module):
         self, first: int, stop: int, embedded: Tensor, batch: Batch
     ) -> list[tuple[DecoderLayer, Tensor | None]]:
         """Layers ``first`` to ``stop - 1`` with the inputs that each one has of its own."""
-        layers: Sequence[Any] = self.layers[first:stop]
+        layers: list[Any] = list(self.layers)[first:stop]
         if self.per_layer is None:
             return [(layer, None) for layer in layers]
         own = self.per_layer(embedded, batch.tokens, first, stop)

@@ -324,7 +324,7 @@ def _llama_spec(config: LlamaConfig) -> ModelSpec:
     )
 
 
-def _gemma_spec(config: GemmaConfig) -> ModelSpec:
+def _gemma_spec(config: Gemma3nConfig | Gemma4Config) -> ModelSpec:
     size, layers, last = config.hidden_size, config.num_layers, config.num_writers - 1
     heads = [config.attention(layer) for layer in range(layers)]
     stores = tuple(
