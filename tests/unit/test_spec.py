@@ -109,3 +109,35 @@ def test_presets_are_of_the_size_that_they_are_called() -> None:
         # The 3B's name leaves its untied embeddings out.
         counted = spec.num_params if spec.tied else spec.write_params + spec.read_params
         assert 0.85 < counted / called < 1.08, name
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gemma")])
+def test_parameters_of_gemma_equal_the_module(name: str) -> None:
+    config = preset(name)
+    spec, parameters = model_spec(config), meta(config)
+    assert spec.num_params == sum(p.numel() for p in parameters.values())
+    table = parameters.get("per_layer.table.weight")
+    assert spec.table_params == (0 if table is None else table.numel())
+
+
+def test_gemma4_e2b_stores_what_15_of_its_layers_write() -> None:
+    spec = model_spec(preset("gemma-4-E2B"))
+    assert [store.kind for store in spec.stores] == (["window_kv"] * 4 + ["global_kv"]) * 3
+    assert [store.readers for store in spec.global_stores] == [1, 1, 1 + 4]
+    assert [store.readers for store in spec.window_stores] == [1] * 11 + [1 + 16]
+    # Keys and values of one head of 512 in 3 layers; of 256 for 512 tokens in 12.
+    assert spec.bytes(32_768, 64, 2) == 32_768 * 3 * 2 * 512 * 2 + 512 * 12 * 2 * 256 * 2
+    assert spec.unshared_bytes(32_768, 64, 2) == 32_768 * 7 * 2 * 512 * 2 + 512 * 28 * 2 * 256 * 2
+
+
+@pytest.mark.parametrize(("name", "least"), [("gemma-4-E2B", 20 / 35), ("gemma-4-E4B", 18 / 42)])
+def test_fast_prefill_skips_more_than_the_layers_that_share(name: str, least: float) -> None:
+    spec = model_spec(preset(name))
+    for tokens in (512, 32_768, 131_072):
+        rows = range(1, tokens + 1) if tokens < 1000 else None
+        share = spec.skipped_share(tokens)
+        assert least < share < 0.75
+        if rows is not None:  # by its definition
+            logits = (tokens - 1) * spec.logits_flops_per_row
+            whole = spec.write_flops(0, tokens) + spec.read_flops(rows) - logits
+            assert share == pytest.approx(1 - spec.prefill_flops(tokens) / whole, abs=1e-12)
