@@ -180,6 +180,8 @@ YOCO_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config,
 GEMMA_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, GemmaConfig)]
 ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4-full-last", "gemma3n"]
 
+BRANCH_NORMS = ("post_attn_norm.weight", "post_mlp_norm.weight")
+BRANCH_NORMS += ("per_layer_norm.weight", "laurel.norm.weight")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Masking bugs show best in float64; the dtypes that are served need no more than one of each kind.
 CASES = [(name, "float64") for name in FAMILIES]
@@ -203,6 +205,8 @@ def fresh_model(name: str, dtype: str = "float32") -> nn.Module:
             parameter.copy_(1 + 0.2 * noise)
             if isinstance(FAMILIES[name], GemmaConfig) and part.endswith("q_norm.weight"):
                 parameter.mul_(len(parameter) ** -0.5)  # in place of attention's scale
+            elif part.endswith(BRANCH_NORMS):
+                parameter.mul_(0.3)  # as deep models have them: bfloat16's rounding grows less
         elif part.endswith(".bias"):
             parameter.copy_(0.3 * noise)
         else:
