@@ -5,6 +5,8 @@ Shape letters as in ``models/base.py``; N layers, P width of the per-layer input
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from yocolm.ops.rope import Rotation, rotate
 
 Ropes = dict[LayerType, Rotation]
 KVs = dict[LayerType, KV]  # what readers of each type of layer read
+RELEASE_ROWS = 64  # a row of a mapped table may bring a whole large page of the file
 
 
 class GemmaAttention(nn.Module):
@@ -80,6 +83,13 @@ class LookupTable(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, size))
         self.scale = scale
+        self._release: Callable[[], None] | None = None
+        self._rows = 0  # looked up since the last release
+
+    def map(self, weight: Tensor, release: Callable[[], None]) -> None:
+        """Use a table that lies in a file; ``release`` drops its pages that were used."""
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._release = release
 
     def forward(self, tokens: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Columns ``start`` to ``stop`` of ``tokens`` [R], times the scale: [R, stop - start].
@@ -88,6 +98,11 @@ class LookupTable(nn.Module):
         """
         tokens = torch.where(tokens < self.weight.shape[0], tokens, 0)
         found = self.weight[:, start:stop][tokens.to(self.weight.device)]
+        if self._release is not None:
+            self._rows += len(tokens)
+            if self._rows >= RELEASE_ROWS:
+                self._release()
+                self._rows = 0
         return found.to(tokens.device, dtype) * rounded(self.scale, dtype)
 
 

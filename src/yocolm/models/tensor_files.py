@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,7 +23,12 @@ from yocolm.models.layouts import Shape
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PIECE_BYTES = 64 * 2**20  # at most, and at most a 32nd of all
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 Piece = tuple[str, int, Callable[[], Tensor]]  # name in the file, bytes, and how to get it
 
@@ -36,7 +44,8 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * _FLOATS.get(self.dtype, 1)
+        dtype = _DTYPES.get(self.dtype)
+        return prod(self.shape) * (1 if dtype is None else dtype.itemsize)
 
 
 class TensorFiles:
@@ -65,18 +74,30 @@ class TensorFiles:
             self._read += piece.nbytes
             seen(piece.nbytes)
 
-    def mapped(self, name: str) -> Tensor:
-        """A tensor in its file's dtype, of which only those pages are read that are used."""
+    def mapped(self, name: str) -> tuple[Tensor, Callable[[], None]]:
+        """A tensor in its file's dtype, of which only those pages are read that are used.
+
+        Pages that were used count as the process's until the second result, a function, is called.
+        """
         stored = self.tensors[name]
-        return _open_file(stored.path).get_tensor(stored.name)
+        with open(stored.path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")  # of the header, which follows
+            start, _ = json.loads(file.read(length))[stored.name]["data_offsets"]
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype, offset = _DTYPES[stored.dtype], 8 + length + start
+        flat = torch.frombuffer(pages, dtype=dtype, count=prod(stored.shape), offset=offset)
+        if not hasattr(pages, "madvise"):  # not on this system: it decides by itself
+            return flat.view(stored.shape), lambda: None
+        pages.madvise(mmap.MADV_RANDOM)  # rows are small and anywhere: reading ahead is waste
+        return flat.view(stored.shape), lambda: pages.madvise(mmap.MADV_DONTNEED)
 
     def check_floats(self, names: Iterable[str], where: str) -> None:
         """Raises CheckpointError naming a tensor that holds no plain floating-point numbers."""
         for name in names:
-            if (stored := self.tensors[name]).dtype not in _FLOATS:
+            if (stored := self.tensors[name]).dtype not in _DTYPES:
                 raise CheckpointError(
                     f"{where}: tensor {stored.name} is {stored.dtype}; weights must be floating "
-                    f"point, one of {', '.join(_FLOATS)} (quantised checkpoints are not supported)"
+                    f"point, one of {', '.join(_DTYPES)} (quantised checkpoints are not supported)"
                 )
 
     def _handle(self, path: Path) -> Any:

@@ -65,7 +65,7 @@ def load_weights(
     files.check_floats(names, str(folder))
     tables = {layout[name][0].name for name in mapped}
     for name, table in mapped.items():
-        table.weight = nn.Parameter(files.mapped(layout[name][0].name), requires_grad=False)
+        table.map(*files.mapped(layout[name][0].name))
     total = sum(files.tensors[name].nbytes for name in names if name not in tables)
     done = 0
 
