@@ -57,7 +57,8 @@ class Answer:
             return None
         may_stop = seq.num_output > params.min_tokens
         stop = None
-        if seq.finish_reason != "stop" or params.include_stop_str_in_output:
+        ended = seq.finish_reason == "stop" and seq.drew_end
+        if not ended or params.include_stop_str_in_output:
             stop = sample.text.push(seq.output_token_ids[-1], may_stop)
         if stop is None and seq.finished:
             stop = sample.text.end(may_stop and seq.finish_reason == "length")

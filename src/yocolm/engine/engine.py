@@ -14,6 +14,7 @@ import torch
 
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
+from yocolm.engine.guided import Guide, GuideFactory
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, StepResult
@@ -82,6 +83,7 @@ class Engine:
         self.runner = Runner(
             model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
         )
+        self._guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}
         self._interrupted = False
 
@@ -117,6 +119,7 @@ class Engine:
         ids = self._tokenize(prompt)
         self._check(ids, params)
         self.scheduler.check_servable(Request("", ids, params))
+        self._guide(params)
         return ids
 
     def enqueue(
@@ -131,9 +134,15 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         params = replace(params, seed=seed)  # a copy: the caller's may change
         now = time.monotonic() if arrival_time is None else arrival_time
-        request = Request(request_id, ids, params, now, self.eos_token_ids, text)
+        guide = self._guide(params)
+        request = Request(request_id, ids, params, now, self.eos_token_ids, text, guide)
         self.scheduler.add(request)
         self._answers[request_id] = Answer(request, self.tokenizer)
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        """The beginning of the grammar that is asked for; compiled once while it is in use."""
+        form = params.structured_outputs
+        return None if form is None else self._guides.start(form)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request; what it has so far comes back, of deltas what was not yet delivered.

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from yocolm.engine.guided import Guide
 from yocolm.engine.outputs import FinishReason
 from yocolm.engine.sampling_params import SamplingParams
 
@@ -35,6 +36,7 @@ class Request:
     arrival: float = 0.0
     eos_token_ids: frozenset[int] = frozenset()
     prompt: str | None = None
+    guide: Guide | None = None  # at the beginning of the grammar that outputs must follow
     number: int = -1
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -44,7 +46,7 @@ class Request:
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index=0, scored_until=self.scored_rows.start)]
+        self.sequences = [self._sequence(0, self.scored_rows.start)]
 
     @property
     def num_prompt(self) -> int:
@@ -83,9 +85,13 @@ class Request:
         That is when the first one draws its first token, having computed the whole prompt.
         """
         indices = range(len(self.sequences), self.params.n)
-        siblings = [Sequence(self, index, scored_until=self.scored_rows.stop) for index in indices]
+        siblings = [self._sequence(index, self.scored_rows.stop) for index in indices]
         self.sequences += siblings
         return siblings
+
+    def _sequence(self, index: int, scored_until: int) -> Sequence:
+        guide = None if self.guide is None else self.guide.copy()
+        return Sequence(self, index, scored_until, guide)
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +105,7 @@ class Sequence:
     request: Request = field(repr=False)
     index: int
     scored_until: int
+    guide: Guide | None = field(default=None, repr=False)
     output_token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     status: Status = Status.WAITING
@@ -149,8 +156,18 @@ class Sequence:
         return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
 
     def append(self, token_id: int, logprob: float) -> None:
+        if self.guide is not None:
+            self.guide.advance(token_id)
         self.output_token_ids.append(token_id)
         self.cumulative_logprob += logprob
+
+    @property
+    def drew_end(self) -> bool:
+        """Whether the last token is one that ends a sequence, and so no text."""
+        token_id, request = self.output_token_ids[-1], self.request
+        return token_id in request.eos_token_ids or token_id in (
+            request.params.stop_token_ids or ()
+        )
 
     def ending(self, max_model_len: int) -> tuple[FinishReason, int | None] | None:
         """The finish and stop reasons if the last token ends the sequence (stop strings aside)."""
@@ -160,6 +177,8 @@ class Sequence:
                 return "stop", None
             if token_id in (params.stop_token_ids or ()):
                 return "stop", token_id
+        if self.guide is not None and self.guide.complete:
+            return "stop", None
         if self.num_tokens >= self.request.max_length(max_model_len):
             return "length", None
         return None

@@ -213,6 +213,9 @@ class Scheduler:
         draws = zip(result.token_ids, result.logprobs, strict=True)
         for sample, (token_id, logprob) in zip(samples, draws, strict=True):
             sample.append(token_id, logprob)
+        errors = [sample.guide.error for sample in samples if sample.guide is not None]
+        if any(errors):
+            return self.fail(seq.request, next(filter(None, errors)))
         for sample in (*siblings, seq):  # seq last: siblings start from what it holds
             ending = sample.ending(self.max_model_len)
             if ending is not None:
