@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from yocolm.engine.guided import GuidedParams
     from yocolm.engine.llm import LLM
-    from yocolm.engine.sampling_params import SamplingParams
+    from yocolm.engine.sampling_params import PoolingParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "GuidedParams", "SamplingParams", "__version__"]
+__all__ = ["LLM", "GuidedParams", "PoolingParams", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "yocolm.engine.llm",
     "GuidedParams": "yocolm.engine.guided",
+    "PoolingParams": "yocolm.engine.sampling_params",
     "SamplingParams": "yocolm.engine.sampling_params",
 }
 

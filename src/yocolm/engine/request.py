@@ -14,7 +14,7 @@ import numpy as np
 
 from yocolm.engine.guided import Guide
 from yocolm.engine.outputs import FinishReason
-from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.sampling_params import PoolingParams, SamplingParams
 
 
 class Status(Enum):
@@ -36,6 +36,7 @@ class Request:
     arrival: float = 0.0
     eos_token_ids: frozenset[int] = frozenset()
     prompt: str | None = None
+    pooling: PoolingParams | None = None  # asks for a hidden state; params then ask for nothing
     guide: Guide | None = None  # at the beginning of the grammar that outputs must follow
     number: int = -1
     first_scheduled: float | None = None
@@ -59,7 +60,13 @@ class Request:
 
     @property
     def scored_rows(self) -> range:
-        """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1."""
+        """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1.
+
+        Of a request for an embedding: the rows that are pooled, the last one among them.
+        """
+        if self.pooling is not None:
+            last = self.pooling.pooling_type == "LAST"
+            return range(self.num_prompt - 1 if last else 0, self.num_prompt)
         end = self.num_prompt - 1
         if self.params.prompt_logprobs is None:
             return range(end, end)
@@ -68,6 +75,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(seq.finished for seq in self.sequences)
+
+    @property
+    def served(self) -> bool:
+        """Whether all its sequences have come to an end of their own."""
+        return all(seq.finish_reason in ("stop", "length") for seq in self.sequences)
 
     def max_length(self, max_model_len: int) -> int:
         """The length, prompt included, at which its sequences end."""

@@ -28,6 +28,7 @@ from yocolm.ops.sampling import (
 LOGITS_ELEMENTS = 1 << 24  # logits that exist at once: 64 MiB in float32
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a request's samples
 _NOT_FINITE = "the model's logits are not finite (NaN or infinity); the request was stopped"
+_STATES_NOT_FINITE = _NOT_FINITE.replace("logits", "hidden states")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class EntryOutput:
     result: StepResult = field(default_factory=StepResult)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     sample_scores: list[TokenScore] = field(default_factory=list)
+    pooled: Tensor | None = None  # sum of the hidden states of the rows, [D] float64 on the CPU
 
 
 @dataclass
@@ -185,6 +187,8 @@ class Runner:
         scoring: list[tuple[int, int]] = []  # (row, entry)
         sampling: list[tuple[int, int, int]] = []  # (row, entry, index among its samples)
         for i, entry in enumerate(entries):
+            if entry.pools and entry.rows:
+                self._pool(outputs[i], hidden[first : first + len(entry.rows)])
             scoring += ((first + j, i) for j in range(entry.num_scored))
             sampling += ((first + len(entry.rows) - 1, i, j) for j in range(entry.samples_n))
             first += len(entry.rows)
@@ -195,6 +199,11 @@ class Runner:
             block = sampling[start : start + self.logit_rows]
             self._sample(entries, outputs, hidden, block, allowed)
         return outputs
+
+    def _pool(self, output: EntryOutput, hidden: Tensor) -> None:
+        output.pooled = hidden.double().sum(0).cpu()
+        if not output.pooled.isfinite().all():
+            output.result = StepResult(error=_STATES_NOT_FINITE)
 
     def _score_prompts(
         self,

@@ -172,6 +172,38 @@ class SamplingParams:
             )
 
 
+POOLING_TYPES = ("LAST", "MEAN")
+
+
+@dataclass
+class PoolingParams:
+    """Parameters of a request for an embedding: the final hidden state of the last token, or the
+    mean over all tokens. ``normalize`` scales it to length 1.
+
+    Raises RequestError for a value of the wrong type or out of range.
+    """
+
+    pooling_type: str = "LAST"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        kind = self.pooling_type.upper() if isinstance(self.pooling_type, str) else None
+        if kind not in POOLING_TYPES:
+            raise RequestError(
+                f"pooling_type={self.pooling_type!r} must be one of {', '.join(POOLING_TYPES)}"
+            )
+        self.pooling_type = kind
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize={self.normalize!r} must be True or False")
+
+
+def without_draws() -> SamplingParams:
+    """What the scheduler sees of a request that draws nothing and scores nothing."""
+    params = SamplingParams(max_tokens=1)
+    params.max_tokens = 0  # which a user must not ask for: there would be no answer
+    return params
+
+
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}={value!r} must be an integer{_between(low, high)}")

@@ -200,7 +200,7 @@ class Scheduler:
     def _advance(self, entry: Scheduled, result: StepResult) -> list[Sequence]:
         seq = entry.seq
         seq.num_computed = entry.stop
-        seq.scored_until = max(seq.scored_until, min(entry.stop, seq.request.num_prompt - 1))
+        seq.scored_until = max(seq.scored_until, min(entry.stop, seq.request.scored_rows.stop))
         if entry.stop < seq.num_tokens:
             return []
         if not entry.samples:
