@@ -130,21 +130,25 @@ class LLM:
 
         Raises RequestError before anything runs, also where the model has no chat template.
         """
-        if self.engine.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, which this model does not have")
-        prompts: list[Prompt] = []
-        for one in _conversations(messages):
-            text = self.chat_template.render(
+        prompts = [
+            self.chat_prompt(
                 one,
-                tools=tools,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=chat_template,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            ids = encode_chat(self.engine.tokenizer, text)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for one in _conversations(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
+        """A conversation as a prompt, text and token ids; options are ``ChatTemplate.render``'s."""
+        if self.engine.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, which this model does not have")
+        text = self.chat_template.render(messages, **options)
+        return {"prompt": text, "prompt_token_ids": encode_chat(self.engine.tokenizer, text)}
 
     def embed(
         self,
