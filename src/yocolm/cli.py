@@ -1,4 +1,4 @@
-"""The command line: `yocolm generate | chat | train | eval | convert | info`.
+"""The command line: `yocolm generate | serve | chat | train | eval | convert | info`.
 
 Only the parser lives here, so that `yocolm --help` loads nothing heavy; each command imports what
 it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from yocolm import __version__
 from yocolm.errors import YocolmError
+from yocolm.server import settings
 
 MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
 DTYPES = ("float32", "bfloat16")
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"yocolm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_serve(commands)
     _add_chat(commands)
     _add_train(commands)
     _add_eval(commands)
@@ -171,6 +173,19 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
     )
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI does",
+        description="An OpenAI-compatible server. Every option can also stand in a YAML file "
+        "(`max_queue: 64`) or in the environment (`YOCOLM_MAX_QUEUE=64`); options win over the "
+        "environment, and that over the file.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; else `bundled`")
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML")
+    settings.add_arguments(parser)
 
 
 def _add_chat(commands: _Commands) -> None:
