@@ -15,6 +15,7 @@ from tiny import FAMILIES, assert_same, finish
 from yocolm.engine.engine import Engine
 from yocolm.engine.guided import Guide, GuidedParams
 from yocolm.engine.outputs import CompletionOutput, RequestOutput
+from yocolm.engine.request import Sequence as Sample
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import RequestError
@@ -291,7 +292,7 @@ class BrokenGuide(Guide):
 
     @classmethod
     def of(cls, target: Engine) -> "BrokenGuide":
-        guide = target._guides.start(GuidedParams(regex="a"))
+        guide = target.guides.start(GuidedParams(regex="a"))
         return cls(guide.matcher, guide.words)
 
     @property
@@ -319,11 +320,52 @@ def test_masks_are_computed_while_the_model_runs(monkeypatch: pytest.MonkeyPatch
     assert order == ["masks of 1", "write", "masks of 3", "write"]
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_an_interrupt_leaves_guides_where_the_outputs_are(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the masks, while the model runs, between a guide and its output, and behind both."""
+    target = engine()
+    for i in range(3):
+        target.add_request(str(i), PROMPT, guided(regex="[ab]{3}c{4}[de]{5}", params={"n": 2}))
+    for _ in range(3):
+        target.step()
+    calls = iter(range(3))
+
+    def cut(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if at == 0:
+            patch.setattr(target.runner._mask_worker, "start", cut)
+        elif at == 1:
+            patch.setattr(target.runner.model, "write", cut)
+        elif at == 2:
+            append = Sample.append
+
+            def half(seq: Sample, token_id: int, logprob: float) -> None:
+                if next(calls) < 2:
+                    return append(seq, token_id, logprob)
+                assert seq.guide is not None
+                seq.guide.advance(token_id)
+                raise KeyboardInterrupt
+
+            patch.setattr(Sample, "append", half)
+        else:
+            patch.setattr(target, "_keep_samples", cut)
+        with pytest.raises(KeyboardInterrupt):
+            target.step()
+    for output in finish(target).values():
+        for sample in stopped(output):
+            whole = tokenizer().decode(sample.token_ids)
+            assert re.fullmatch("[ab]{3}c{4}[de]{5}", whole), whole
+
+
 def test_a_grammar_is_compiled_once() -> None:
     target = engine()
     for i in range(3):
         target.add_request(str(i), PROMPT, guided(json=dict(SCHEMA)))
-    assert target._guides._compile.cache_info().misses == 1
+    assert target.guides._compile.cache_info().misses == 1
     finish(target)
 
 

@@ -83,7 +83,7 @@ class Engine:
         self.runner = Runner(
             model, state, config.vocab_size, sizes.num_slots, max_pages, weight.device
         )
-        self._guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
+        self.guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}
         self._interrupted = False
 
@@ -150,7 +150,7 @@ class Engine:
         if isinstance(params, PoolingParams):
             return Request(request_id, ids, without_draws(), pooling=params)
         form = params.structured_outputs
-        guide = None if form is None else self._guides.start(form)  # compiled while it is in use
+        guide = None if form is None else self.guides.start(form)  # compiled while it is in use
         return Request(request_id, ids, params, eos_token_ids=self.eos_token_ids, guide=guide)
 
     def abort(self, request_id: str) -> RequestOutput | None:

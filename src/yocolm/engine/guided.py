@@ -136,12 +136,19 @@ class GuideFactory:
 
     def start(self, params: GuidedParams) -> Guide:
         """A guide at the beginning. Raises RequestError that says what is wrong with a grammar."""
-        with self._lock:
-            if self._inner is None:
-                self._inner = self._prepare()
+        self.prepare()
         return self._compile(params).copy()
 
-    def _prepare(self) -> LLTokenizer:
+    def prepare(self) -> None:
+        """Read the tokenizer, which takes seconds, and Python's lock, where it has 262,144 tokens.
+
+        The first ``start`` would do it. Raises RequestError where no grammar can be followed.
+        """
+        with self._lock:
+            if self._inner is None:
+                self._inner = self._read_tokenizer()
+
+    def _read_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer, which this engine lacks")
         if not self._ends:

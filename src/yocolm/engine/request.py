@@ -167,6 +167,14 @@ class Sequence:
         first, last = (max(p - self.request.num_prompt, 0) for p in (start, stop))
         return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
 
+    def restart_guide(self) -> None:
+        """Bring the guide to where the output is, from the beginning on."""
+        if self.request.guide is not None:
+            guide = self.request.guide.copy()
+            for token_id in self.output_token_ids:
+                guide.advance(token_id)
+            self.guide = guide
+
     def append(self, token_id: int, logprob: float) -> None:
         if self.guide is not None:
             self.guide.advance(token_id)

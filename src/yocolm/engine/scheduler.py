@@ -138,6 +138,8 @@ class Scheduler:
         """Take the state of all that run: they compute it anew. For when it cannot be trusted."""
         for seq in list(self.running):
             self._preempt(seq)
+        for seq in self.waiting:
+            seq.restart_guide()
 
     def _finish_all(self, request: Request, reason: FinishReason) -> list[Sequence]:
         unfinished = [seq for seq in request.sequences if not seq.finished]

@@ -77,8 +77,8 @@ class SamplingBatch:
     Per row [R]: temperature, top_p, min_p and penalties float32; top_k (0 = all), seeds, indices
     int64. Flat, or None where no row has any: `bias` (rows, tokens int64, values float32),
     `banned` (rows, tokens), `history` (rows, tokens, 1.0 for an output token and 0.0 for a prompt
-    token), a token repeated as often as it occurs; `allowed` (rows [G] int64, bits of tokens [G, at
-    least V / 8] uint8).
+    token), a token repeated as often as it occurs; `masked` (rows [G] int64, bool [G, at least V],
+    True for tokens that cannot be drawn).
     """
 
     temperature: Tensor
@@ -92,7 +92,7 @@ class SamplingBatch:
     indices: Tensor
     bias: tuple[Tensor, Tensor, Tensor] | None = None
     banned: tuple[Tensor, Tensor] | None = None
-    allowed: tuple[Tensor, Tensor] | None = None
+    masked: tuple[Tensor, Tensor] | None = None
     history: tuple[Tensor, Tensor, Tensor] | None = None
     all_greedy: bool = False
     any_greedy: bool = False
@@ -138,7 +138,7 @@ class SamplingBatch:
             if bias
             else None,
             banned=(ints(i for i, _ in banned), ints(t for _, t in banned)) if banned else None,
-            allowed=_allowed(rows, device),
+            masked=_masked(rows, device),
             history=_history(rows, device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -164,14 +164,15 @@ def _history(
     return on_device[0], on_device[1], on_device[2]
 
 
-def _allowed(
+def _masked(
     rows: Sequence[SamplingRow], device: torch.device | str
 ) -> tuple[Tensor, Tensor] | None:
     masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
     if not masks:
         return None
-    bits = torch.from_numpy(np.stack(list(masks.values())).view(np.uint8))
-    return torch.tensor(list(masks), device=device), bits.to(device)
+    forbidden = ~np.stack(list(masks.values())).view(np.uint8)
+    bits = np.unpackbits(forbidden, axis=1, bitorder="little").view(np.bool_)
+    return torch.tensor(list(masks), device=device), torch.from_numpy(bits).to(device)
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -192,7 +193,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Logit bias, masks and penalties on a copy (or the input itself if none is set)."""
-    if all(part is None for part in (batch.bias, batch.banned, batch.allowed, batch.history)):
+    if all(part is None for part in (batch.bias, batch.banned, batch.masked, batch.history)):
         return logits
     logits = logits.clone()
     if batch.bias is not None:
@@ -200,11 +201,13 @@ def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits[rows, tokens] += values  # a row's bias is a mapping: no pair occurs twice
     if batch.banned is not None:
         logits[batch.banned] = -torch.inf
-    if batch.allowed is not None:
-        rows, packed = batch.allowed
-        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        bits = (packed[:, :, None] >> shifts & 1).flatten(1)[:, : logits.shape[1]]
-        logits[rows] = logits[rows].masked_fill(bits == 0, -torch.inf)
+    if batch.masked is not None:
+        rows, mask = batch.masked
+        mask = mask[:, : logits.shape[1]]
+        if len(rows) == len(logits):
+            logits.masked_fill_(mask, -torch.inf)
+        else:
+            logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
     if batch.history is not None:
         _penalise(logits, batch, *batch.history)
     return logits

@@ -2,9 +2,9 @@
 
 | form | example |
 | --- | --- |
-| JSON | ``{"name": "f", "arguments": {"a": 1}}``, also a list of them, ``parameters`` for arguments |
+| JSON | ``{"name": "f", "arguments": {"a": 1}}``, or a list; ``parameters`` is another name |
 | Python | ``[f(a=1), g()]``, ``f(a=1)``, one call a line |
-| braces | ``call:f{a:1,b:<|"|>text<|"|>,c:{d:[true]}}``: Gemma's, with a token for a quotation mark |
+| braces | ``call:f{a:1,b:<|"|>text<|"|>,c:{d:[true]}}``: Gemma's; its quotation mark is a token |
 
 Every parser raises ValueError for text that is no call.
 """
