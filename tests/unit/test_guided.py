@@ -119,6 +119,12 @@ def test_every_output_has_the_form(name: str, temperature: float) -> None:
             assert sample.text == tokenizer().decode(sample.token_ids)
 
 
+def test_many_choices() -> None:
+    choices = [f"{i} / [{i}] \\d \n#é" for i in range(10_000)]
+    for output in run(engine(), *(guided(choice=choices, params={"seed": s}) for s in range(3))):
+        assert stopped(output)[0].text in choices
+
+
 def test_any_object() -> None:
     form = guided(json_object=True, max_tokens=400, params={"logit_bias": {}})
     (output,) = run(engine(), form)
@@ -229,6 +235,12 @@ def test_streams_of_several_ends() -> None:
         ({"json": False}, "structured_outputs.json cannot be used"),
         ({"grammar": "start: foo"}, "structured_outputs.grammar cannot be used: .*foo"),
         ({"grammar": "???"}, "structured_outputs.grammar cannot be used"),
+        ({"grammar": 'start: ("a"{1000}){1000}'}, "grammar cannot be used: .*Too many items"),
+        ({"grammar": "start: " + "(" * 9999 + '"a"' + ")" * 9999}, "too deeply nested"),
+        ({"regex": "(" * 9999 + "a" + ")" * 9999}, "structured_outputs.regex cannot be used"),
+        ({"json": {"$ref": "#"}}, "json cannot be used: it allows no output"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "json cannot be used: .*not present"),
+        ({"choice": ["\ud800"]}, "choice cannot be used: .*surrogates"),
     ],
 )
 def test_forms_that_cannot_be(form: dict[str, Any], message: str) -> None:

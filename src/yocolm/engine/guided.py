@@ -6,6 +6,7 @@ llguidance does the parsing. It is imported when the first request asks for it: 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -171,9 +172,19 @@ class GuideFactory:
         if matcher.is_error():
             raise _refusal(params, matcher.get_error())
         guide = Guide(matcher, (self._inner.vocab_size + 31) // 32)
-        if not MaskWorker().compute([guide]).any() or guide.error is not None:
-            raise _refusal(params, guide.error or "it allows no output")
+        self._try_first_token(params, guide.copy())
         return guide
+
+    def _try_first_token(self, params: GuidedParams, guide: Guide) -> None:
+        """Some grammars are found too complex, or impossible, only when they are followed."""
+        bits = MaskWorker().compute([guide])[0].view(np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if len(allowed) and not guide.matcher.is_error():
+            guide.advance(int(allowed[-1]))
+        if guide.matcher.is_error() or not len(allowed):
+            error = guide.matcher.get_error()
+            nothing = not error or error.startswith("NoExtension")
+            raise _refusal(params, "it allows no output" if nothing else error)
 
 
 class MaskWorker:
@@ -221,8 +232,8 @@ def _grammar(params: GuidedParams) -> str:
         case "regex":
             return matcher.grammar_from_regex(str(params.regex))
         case "choice":
-            quoted = (json.dumps(choice, ensure_ascii=False) for choice in params.choice or ())
-            return matcher.grammar_from_lark("start: " + " | ".join(quoted))
+            # Alternatives of a grammar are limited to 2000, those of a regex are not.
+            return matcher.grammar_from_regex("|".join(map(re.escape, params.choice or ())))
         case _:
             return llguidance.grammar_from("grammar", str(params.grammar))
 
