@@ -49,11 +49,6 @@ class Result:
     first: list[float] = field(default_factory=list)
 
 
-def trace(seed: int, aborts: float) -> random.Random:
-    del aborts
-    return random.Random(seed)
-
-
 def draw(source: random.Random, aborts: float) -> Request:
     """A request: mostly short prompts, some long ones."""
     long = source.random() < 0.2
@@ -64,8 +59,9 @@ def draw(source: random.Random, aborts: float) -> Request:
     return Request(prompt, max_tokens, abort)
 
 
-def body_of(request: Request) -> bytes:
+def body_of(request: Request, model: str) -> bytes:
     fields = {
+        "model": model,
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "ignore_eos": True,
@@ -80,12 +76,12 @@ def body_of(request: Request) -> bytes:
     return head.encode() + body
 
 
-async def send(port: int, request: Request, result: Result) -> None:
+async def send(port: int, model: str, request: Request, result: Result) -> None:
     """One exchange over a connection of its own."""
     begin = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(body_of(request))
+        writer.write(body_of(request, model))
         status = await reader.readline()
         if b" 200 " not in status:
             result.errors.append((status + await reader.read(2000)).decode())
@@ -126,7 +122,7 @@ async def drive(port: int, arguments: argparse.Namespace, pid: int) -> Result:
         nonlocal left
         while left > 0 and time.monotonic() - begin < arguments.seconds:
             left -= 1
-            await send(port, draw(source, arguments.aborts), result)
+            await send(port, arguments.model, draw(source, arguments.aborts), result)
 
     async def watch() -> None:
         while True:
@@ -151,9 +147,12 @@ def memory_of(pid: int) -> int:
 
 
 def cpu_of(pid: int) -> float:
+    """Processor seconds of a process and those it has started."""
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        started = sum(cpu_of(int(child)) for child in file.read().split())
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return started + (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -183,7 +182,7 @@ def over_http(arguments: argparse.Namespace) -> int:
     try:
         wait_for(port)
         warm = Result()
-        asyncio.run(send(port, draw(random.Random(0), 0.0), warm))
+        asyncio.run(send(port, arguments.model, draw(random.Random(0), 0.0), warm))
         cpu, before = cpu_of(server.pid), metrics(port)
         own = resource.getrusage(resource.RUSAGE_SELF)
         result = asyncio.run(drive(port, arguments, server.pid))
@@ -247,6 +246,7 @@ def offline(arguments: argparse.Namespace) -> int:
             running -= output.finished
     wall = time.monotonic() - begin
     report("offline_tokens", tokens)
+    report("offline_steps", engine.scheduler.num_steps)
     report("offline_wall_s", wall)
     report("offline_cpu_s", time.process_time() - cpu)
     report("offline_tokens_per_s", tokens / wall)

@@ -58,6 +58,8 @@ class LiveServer:
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and JSON."""
+        if isinstance(body, dict) and path.startswith("/v1/"):
+            body = {"model": "bundled", **body}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
             with urlopen(Request(self.url + path, content), timeout=60) as answer:

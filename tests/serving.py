@@ -58,6 +58,8 @@ def talk(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Result]
 
 def post(service: Service, path: str, body: Any, **headers: str) -> httpx.Response:
     """The answer to one request; ``body`` is JSON, or bytes as they are."""
+    if isinstance(body, dict) and path.startswith("/v1/"):
+        body = {"model": service.model_names[0], **body}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return talk(service, lambda client: client.post(path, content=content, headers=headers))
 

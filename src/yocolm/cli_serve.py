@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import ssl
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from yocolm.chat import ChatTemplate, load_chat_template
 from yocolm.engine.llm import LLM
-from yocolm.errors import ConfigError
+from yocolm.errors import ConfigError, RequestError
 from yocolm.models.registry import load_generation_config, resolve
 from yocolm.server import logs
 from yocolm.server.app import make_service
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     generation = load_generation_config(source) if settings.generation_config == "auto" else {}
     template = _template(settings, source.folder)
+    with contextlib.suppress(RequestError):  # no tokenizer, or no end of text
+        llm.engine.guides.prepare()  # seconds for a large vocabulary: not while others stream
     service = make_service(llm.engine, template, settings, str(model), generation)
     return serve(service, bind(settings.host, settings.port))
 

@@ -225,6 +225,7 @@ async def one_stream(server: LiveServer, source: random.Random, expected: list[s
     """A stream that is read to its end, or that its client leaves somewhere."""
     index = source.randrange(len(expected))
     fields = {
+        "model": "bundled",
         "prompt": PROMPT[: 10 + 10 * index],
         "max_tokens": 30,
         "temperature": 0,
@@ -268,7 +269,7 @@ def test_many_streams_and_clients_that_go(server: LiveServer, llm: LLM) -> None:
 
 def test_a_client_that_does_not_read_delays_nobody(server: LiveServer) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    fields |= {"logprobs": 20}
+    fields |= {"logprobs": 20, "model": "bundled"}
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as slow:

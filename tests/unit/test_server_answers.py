@@ -39,7 +39,8 @@ def test_a_chat_answer() -> None:
     answer = says(HELLO, CHAT, chat()).json()
     assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
     [choice] = answer["choices"]
-    message = {"role": "assistant", "content": "hello world world", "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": "hello world world", "refusal": None}
+    message["annotations"] = []
     assert choice["message"] == message and choice["finish_reason"] == "length"
     prompt = tokenizer().encode("user: hello\nassistant:", add_special_tokens=False)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
@@ -208,10 +209,12 @@ def test_defaults_come_from_the_model() -> None:
     from yocolm.server.params import completion_params
     from yocolm.server.protocol import CompletionRequest
 
-    defaults = {"temperature": 0.25, "top_k": 7}
-    params = completion_params(CompletionRequest(prompt="a"), defaults, 20)
+    defaults, asked = {"temperature": 0.25, "top_k": 7}, {"model": "tiny", "prompt": "a"}
+    params = completion_params(CompletionRequest.model_validate(asked), defaults, 20)
     assert (params.temperature, params.top_k) == (0.25, 7)
-    params = completion_params(CompletionRequest(prompt="a", temperature=0.5), defaults, 20)
+    params = completion_params(
+        CompletionRequest.model_validate({**asked, "temperature": 0.5}), defaults, 20
+    )
     assert params.temperature == 0.5
 
 

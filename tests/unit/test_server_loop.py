@@ -23,7 +23,7 @@ ENDLESS = say("o") * 100_000
 
 
 def body(max_tokens: int = 4, **more: Any) -> dict[str, Any]:
-    return {"prompt": "he", "max_tokens": max_tokens, "temperature": 0, **more}
+    return {"model": "tiny", "prompt": "he", "max_tokens": max_tokens, "temperature": 0, **more}
 
 
 @contextlib.contextmanager
@@ -36,14 +36,14 @@ def paused(service: Service) -> Iterator[asyncio.Event]:
         ready.wait()
         return step()
 
-    service.engine.step = wait  # type: ignore[method-assign]
+    service.engine.step = wait
     original = gate.set
 
     def set_both() -> None:
         ready.set()
         original()
 
-    gate.set = set_both  # type: ignore[method-assign]
+    gate.set = set_both
     try:
         yield gate
     finally:
@@ -90,7 +90,7 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
             raise RuntimeError("out of memory, say")
         return run(plan)
 
-    service.engine.runner.run = fail_once  # type: ignore[method-assign]
+    service.engine.runner.run = fail_once
 
     async def work(client: httpx.AsyncClient) -> None:
         error = error_of(await client.post(PATH, json=body()), 500)
@@ -114,7 +114,7 @@ def test_a_failure_in_the_middle_of_a_stream() -> None:
             raise RuntimeError("broken")
         return run(plan)
 
-    service.engine.runner.run = fail_third  # type: ignore[method-assign]
+    service.engine.runner.run = fail_third
 
     async def work(client: httpx.AsyncClient) -> None:
         chunks = events(await client.post(PATH, json=body(9, stream=True)))
@@ -162,7 +162,7 @@ def test_an_engine_that_cannot_go_on() -> None:
             def die() -> Any:
                 raise AssertionError("pages leaked")
 
-            service.engine.scheduler.schedule = lambda now: die()  # type: ignore[method-assign]
+            service.engine.scheduler.schedule = lambda now: die()
             gate.set()
             for answer in await asyncio.gather(stream, whole):
                 assert "pages leaked" in error_of(answer, 500)["message"]
@@ -182,7 +182,7 @@ def test_a_device_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("device lost")
 
-    service.engine.runner.run = broken  # type: ignore[method-assign]
+    service.engine.runner.run = broken
     monkeypatch.setattr(loop.torch, "zeros", broken)
 
     async def work(client: httpx.AsyncClient) -> None:

@@ -1,6 +1,7 @@
 """Prometheus' text form, and the numbers that a server shows in it."""
 
 import re
+from typing import Any
 
 from scripted import say, scripted_engine
 from serving import service_of, talk
@@ -46,9 +47,9 @@ def test_labelled_counters_are_made_once() -> None:
 
 def test_what_a_server_counts() -> None:
     service = service_of(scripted_engine(say("he", "ll", "o", "o", "o", "o")))
-    body = {"prompt": [5] * 20, "max_tokens": 3, "temperature": 0}
+    body = {"model": "tiny", "prompt": [5] * 20, "max_tokens": 3, "temperature": 0}
 
-    async def work(client):  # type: ignore[no-untyped-def]
+    async def work(client: Any) -> str:
         for more in ({}, {"stream": True}):
             await client.post("/v1/completions", json={**body, **more})
         answer = await client.get("/metrics")
@@ -73,6 +74,8 @@ def test_what_a_server_counts() -> None:
     assert one("request_queue_time_seconds_count") == 2
     assert one("write_tokens_total") == 44 and one("read_rows_total") == 6
     assert one("skipped_rows_total") == 38
+    assert one("step_write_tokens_sum") == 44 and one("step_read_rows_sum") == 6
+    assert one("step_read_rows_count") == one("engine_steps_total") == 6
     assert one("num_requests_running") == one("num_requests_waiting") == 0
     for pool in ("global_kv", "window", "recurrent"):
         assert one("pool_bytes", pool=pool) == 0

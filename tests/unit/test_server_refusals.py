@@ -73,6 +73,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
 ]
 ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {}, "prompt", "required"),
+    (COMPLETIONS, {"model": None, "prompt": "a"}, "model", "None"),
     (COMPLETIONS, {"prompt": None}, "prompt", "None"),
     (COMPLETIONS, {"prompt": []}, "prompt", "[]"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "no tokens"),
@@ -206,6 +207,12 @@ def test_paths_and_methods() -> None:
         assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 256
 
     talk(service_of(scripted_engine([])), work)
+
+
+def test_no_model() -> None:
+    for path in (COMPLETIONS, CHAT, EMBEDDINGS):
+        error = error_of(post(service_of(scripted_engine([])), path, b"{}"))
+        assert error["param"] == "model" and error["code"] == "missing_parameter"
 
 
 def test_large_bodies() -> None:

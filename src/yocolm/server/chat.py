@@ -144,7 +144,7 @@ class ChatWriter:
         self._begin = (
             f'{{"id":{to_json(answer_id)},"object":"chat.completion%s",'
             f'"created":{int(time.time())},'
-            f'"model":{to_json(body.model or service.model_names[0]).replace("%", "%%")},'
+            f'"model":{to_json(body.model).replace("%", "%%")},'
         )
         self._head = self._begin % ".chunk"
         options = body.stream_options
@@ -182,6 +182,7 @@ class ChatWriter:
         choice.num_tokens += len(sample.token_ids)
         delta = choice.split(sample)
         message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
+        message["annotations"] = []
         if delta.calls:
             message["content"] = delta.content or None
             message["tool_calls"] = _joined_calls(delta)

@@ -109,10 +109,9 @@ class CompletionWriter:
         self._choices: dict[int, _Choice] = {}
         self._scored: dict[int, Any] = {}
         self._n = body.n or 1
-        model = body.model or service.model_names[0]
         self._head = (
             f'{{"id":{to_json(answer_id)},"object":"text_completion","created":{int(time.time())},'
-            f'"model":{to_json(model)},'
+            f'"model":{to_json(body.model)},'
         )
         options = body.stream_options
         self._usage = bool(options and options.include_usage)

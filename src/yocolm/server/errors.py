@@ -98,8 +98,8 @@ def from_request_error(
         message = message.replace(name, renamed[name], 1)
         name = renamed[name]
     if name is None or name not in fields:
-        name = (renamed or {}).get("prompt", "prompt") if "prompt" in message else None
-        name = name if name in fields else None
+        named = (renamed or {}).get("prompt", "prompt")
+        name = named if "prompt" in message and named in fields else None
     code = "context_length_exceeded" if "max_model_len" in message else None
     return ApiError(message, param=name, code=code)
 

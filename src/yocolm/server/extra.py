@@ -75,7 +75,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         "id": answer_id,
         "object": "list",
         "data": data,
-        "model": body.model or service.model_names[0],
+        "model": body.model,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
     return JSONResponse(answer, headers={"x-request-id": answer_id})

@@ -283,6 +283,7 @@ class EngineLoop:
                 outputs: list[Output] = list(self.engine.step())
                 self.step_cpu_seconds += time.thread_time() - cpu
                 self.step_seconds += time.perf_counter() - begin
+                self.telemetry.stepped()
                 self._thread_send(outputs)
                 if any((o.error or "").startswith(_STEP_FAILED) for o in outputs):
                     self._thread_probe()

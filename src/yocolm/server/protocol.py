@@ -6,7 +6,7 @@ clients read the same messages.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -35,13 +35,14 @@ def _check_prompt(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("must be text, token ids, or a list of texts or of lists of token ids")
+    value = cast(list[Any], value)
     first = type(value[0])
     if first not in (str, int, list):
         raise ValueError(f"must hold texts, token ids or lists of them, not {shown(value[0])}")
     for item in value:
         if type(item) is not first:
             raise ValueError(f"must not mix kinds: {shown(value[0])} and {shown(item)}")
-        if first is list:
+        if isinstance(item, list):
             wrong = next((token for token in item if type(token) is not int), None)
             if wrong is not None:
                 raise ValueError(f"holds {shown(wrong)}; token ids are integers")
@@ -160,7 +161,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """What completions and chat share."""
 
-    model: str | None = None
+    model: str
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -393,7 +394,7 @@ class ChatRequest(Sampling):
 class EmbeddingRequest(Body):
     """``POST /v1/embeddings``"""
 
-    model: str | None = None
+    model: str
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None

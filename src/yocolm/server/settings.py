@@ -192,8 +192,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 if item.type == "float"
                 else (f" (default: {item.default})")
             )
-        many = {"action": "append"} if item.metadata["parse"] is _texts else {}
-        group.add_argument(flags, metavar=item.metadata["metavar"], help=text, **many)
+        action = "append" if item.metadata["parse"] is _texts else "store"
+        group.add_argument(flags, metavar=item.metadata["metavar"], help=text, action=action)
 
 
 def gather(

@@ -26,7 +26,7 @@ _MODEL_PASS = "seconds of the host in each phase of the steps"
 
 
 class Telemetry:
-    """Metrics of one server. ``output`` and ``finished`` are called on the event loop."""
+    """Metrics of one server. All methods but ``stepped`` are called on the event loop."""
 
     def __init__(self, engine: Engine, model_name: str, log_requests: bool = False) -> None:
         self._engine, self._log_requests = engine, log_requests
@@ -59,7 +59,21 @@ class Telemetry:
         self.refused = counter("requests_refused_total", "because the queue was full")
         for reason in ("stop", "length", "abort", "error"):
             counter("request_success_total", "requests by how they ended", finished_reason=reason)
+        self._step_tokens = histogram(
+            "step_write_tokens", "tokens of a step through the first half", metrics.STEP_TOKENS
+        )
+        self._step_rows = histogram(
+            "step_read_rows", "rows of a step through the second half", metrics.STEP_TOKENS
+        )
+        self._seen = (0, 0)
         _register_engine(registry, engine)
+
+    def stepped(self) -> None:
+        """A step has been run. Called in the engine's thread."""
+        stats, (tokens, rows) = self._engine.runner.stats, self._seen
+        self._seen = stats.write_tokens, stats.read_rows
+        self._step_tokens.observe(self._seen[0] - tokens)
+        self._step_rows.observe(self._seen[1] - rows)
 
     def output(self, job: Job, output: RequestOutput, now: float) -> None:
         """Something new of a job, at ``now``."""
