@@ -8,12 +8,13 @@ amusement, never took up any book but the Baronetage; there he found occupation 
 and consolation in a distressed one;
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types pytest format docs clean
+.PHONY: help run test lint types pytest format docs clean check-clients
 
 help:
 	@echo "make run     install the runtime, continue a text with the bundled model"
 	@echo "make test    install the developer tools, then lint, types and all tests"
 	@echo "make lint | types | pytest | format | docs | clean"
+	@echo "make check-clients  run other people's clients against the server (minutes; downloads them)"
 
 run: $(VENV)/runtime.stamp
 	@$(BIN)/yocolm generate --model bundled --echo --stream --max-tokens 96 --temperature 0.7 \
@@ -37,6 +38,10 @@ format: $(VENV)/dev.stamp
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/make_cli.py
+
+# Each client in an environment of its own: their dependencies do not go together.
+check-clients: $(VENV)/runtime.stamp
+	BIN=$(BIN) bash bench/check_clients.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

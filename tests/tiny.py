@@ -29,7 +29,7 @@ from yocolm.config import (
 )
 from yocolm.engine import state
 from yocolm.engine.engine import Engine
-from yocolm.engine.outputs import Logprob, RequestOutput
+from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.plan import Plan
 from yocolm.engine.runner import EntryOutput
 from yocolm.engine.sampling_params import SamplingParams
@@ -298,6 +298,30 @@ def finish(engine: Engine, max_steps: int = 5000) -> dict[str, RequestOutput]:
     assert not engine.has_unfinished_requests(), f"not done after {max_steps} steps"
     assert_empty(engine)
     return done
+
+
+def joined(outputs: list[RequestOutput]) -> RequestOutput:
+    """One output of all deltas of a request, which are checked to be that."""
+    merged: dict[int, CompletionOutput] = {}
+    for output in outputs:
+        assert output.finished is (output is outputs[-1])
+        assert output.prompt_logprobs is None or output is outputs[0]
+        for sample in output.outputs:
+            whole = merged.get(sample.index)
+            if whole is None:
+                merged[sample.index] = sample
+                continue
+            assert whole.finish_reason is None, "something came after the end"
+            whole.text += sample.text
+            whole.token_ids = whole.token_ids + sample.token_ids
+            if sample.logprobs is not None:
+                whole.logprobs = [*(whole.logprobs or []), *sample.logprobs]
+            whole.cumulative_logprob = sample.cumulative_logprob
+            whole.finish_reason, whole.stop_reason = sample.finish_reason, sample.stop_reason
+    last = outputs[-1]
+    last.outputs = [merged[index] for index in sorted(merged)]
+    last.prompt_logprobs = outputs[0].prompt_logprobs
+    return last
 
 
 def watch_plans(engine: Engine) -> list[Plan]:

@@ -1,6 +1,6 @@
 """yocolm: train, load and run decoder-decoder (YOCO) language models.
 
-`LLM` and `SamplingParams` are imported on first use, so that `import yocolm` loads no torch.
+Its names are imported on first use, so that `import yocolm` loads no torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from yocolm.engine.guided import GuidedParams
     from yocolm.engine.llm import LLM
-    from yocolm.engine.sampling_params import SamplingParams
+    from yocolm.engine.sampling_params import PoolingParams, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "GuidedParams", "PoolingParams", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "yocolm.engine.llm", "SamplingParams": "yocolm.engine.sampling_params"}
+_HOMES = {
+    "LLM": "yocolm.engine.llm",
+    "GuidedParams": "yocolm.engine.guided",
+    "PoolingParams": "yocolm.engine.sampling_params",
+    "SamplingParams": "yocolm.engine.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

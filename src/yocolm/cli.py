@@ -1,4 +1,4 @@
-"""The command line: `yocolm generate | train | eval | convert | info`.
+"""The command line: `yocolm generate | serve | chat | train | eval | convert | info`.
 
 Only the parser lives here, so that `yocolm --help` loads nothing heavy; each command imports what
 it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from yocolm import __version__
 from yocolm.errors import YocolmError
+from yocolm.server import settings
 
 MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
 DTYPES = ("float32", "bfloat16")
@@ -55,6 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"yocolm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_serve(commands)
+    _add_chat(commands)
     _add_train(commands)
     _add_eval(commands)
     _add_convert(commands)
@@ -85,15 +88,7 @@ def _add_generate(commands: _Commands) -> None:
     )
     source.add_argument("--system", metavar="TEXT", help="the system message before it (--chat)")
     _add_model(parser, "--model")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="of weights and KV; auto: as saved",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
-    )
+    _add_place(parser)
     _add_sampling(parser.add_argument_group("sampling"))
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -145,10 +140,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--min-tokens", type=_whole, metavar="N", help="no end before N new tokens")
     group.add_argument("-n", type=_size, metavar="N", help="samples; the prompt is computed once")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest of mass P")
-    group.add_argument("--min-p", type=float, metavar="P", help="only above P times the likeliest")
+    _add_distribution(group)
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages")
     group.add_argument(
         "--presence-penalty", type=float, metavar="X", help="once per token drawn before"
@@ -173,6 +165,61 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         metavar="ID=X",
         help="add X to a token's logit; repeatable",
     )
+
+
+def _add_distribution(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest of mass P")
+    group.add_argument("--min-p", type=float, metavar="P", help="only above P times the likeliest")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    """In which dtype and where a model runs."""
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of weights and KV; auto: as saved",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
+    )
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI does",
+        description="An OpenAI-compatible server. Every option can also stand in a YAML file "
+        "(`max_queue: 64`) or in the environment (`YOCOLM_MAX_QUEUE=64`); options win over the "
+        "environment, and that over the file.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; else `bundled`")
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML")
+    settings.add_arguments(parser)
+
+
+def _add_chat(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="A conversation with a server (--url) or with a model in this process. /help "
+        "lists the commands in it.",
+    )
+    parser.add_argument("--url", metavar="URL", help="of an OpenAI-compatible server")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"{MODEL_HELP}; with --url, its name there"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the server; else OPENAI_API_KEY's")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_place(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=_size, default=512, metavar="N", help="at most N tokens an answer"
+    )
+    _add_distribution(sampling)
+    sampling.add_argument("--seed", type=int, metavar="S", help="makes the draws repeatable")
 
 
 def _add_train(commands: _Commands) -> None:

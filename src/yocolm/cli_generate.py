@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from yocolm.chat import encode_chat
 from yocolm.engine.engine import Prompt
 from yocolm.engine.llm import LLM
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
     if arguments.chat:
-        prompt = _chat_prompt(llm, prompt, arguments.system)
+        prompt = llm.chat_prompt(_messages(prompt, arguments.system))
     streams = _streams(arguments, params) and llm.get_tokenizer() is not None
     if streams:
         output = _stream(llm, prompt, params, arguments.echo)
@@ -76,38 +75,39 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
         raise RequestError(f"the prompt is not UTF-8 at byte {error.start}") from error
 
 
-def _chat_prompt(llm: LLM, text: Prompt, system: str | None) -> Prompt:
-    """A user's message in the form that the model's chat template gives it."""
-    tokenizer = llm.get_tokenizer()
-    if tokenizer is None:
-        raise RequestError("--chat needs a tokenizer, which this model does not have")
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    rendered = llm.chat_template.render(messages)
-    return {"prompt": rendered, "prompt_token_ids": encode_chat(tokenizer, rendered)}
+def _messages(text: Prompt, system: str | None) -> list[dict[str, Any]]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
 
 
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """The model's defaults, then every option of that name that was given."""
-    defaults = load_generation_config(arguments.model)
+    options = {item.name: getattr(arguments, item.name, None) for item in fields(SamplingParams)}
+    given = {name: value for name, value in options.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return SamplingParams(**{**model_defaults(arguments.model, given), **given})
+
+
+def model_defaults(model: str, given: Container[str]) -> dict[str, Any]:
+    """Sampling parameters that generation_config.json sets, without those ``given``.
+
+    Raises CheckpointError naming the file if one of them is out of range.
+    """
+    defaults = load_generation_config(model)
     values = {
         name: defaults[name]
         for name in _MODEL_DEFAULTS
-        if defaults.get(name) is not None and getattr(arguments, name) is None
+        if defaults.get(name) is not None and name not in given
     }
     try:
         SamplingParams(**values)
     except RequestError as error:
         raise CheckpointError(
-            f"{GENERATION_FILE} of model {arguments.model}: {error}; correct the file, or give the "
+            f"{GENERATION_FILE} of model {model}: {error}; correct the file, or give the "
             "option of that name"
         ) from error
-    for name in (item.name for item in fields(SamplingParams)):
-        value = getattr(arguments, name, None)
-        if value is not None:
-            values[name] = dict(value) if name == "logit_bias" else value
-    return SamplingParams(**values)
+    return values
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, echo: bool) -> RequestOutput:

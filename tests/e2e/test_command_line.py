@@ -203,7 +203,7 @@ def test_a_message_in_the_form_of_the_chat_template(capsys: pytest.CaptureFixtur
     for wrong, message in (
         (["x", "--system", "y"], "--system needs --chat"),
         (["--prompt-ids", "1", "--chat"], "leave out --prompt-ids"),
-        (["x", "--chat", "--model", RANDOM], "--chat needs a tokenizer"),
+        (["x", "--chat", "--model", RANDOM], "chat needs a tokenizer"),
     ):
         assert main(["generate", *wrong]) == 1
         assert message in capsys.readouterr().err

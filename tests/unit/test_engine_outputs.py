@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from scripted import scripted_engine, spell
-from tiny import assert_same, finish, greedy, make_engine, prompt_of, run_one, samples
+from tiny import assert_same, finish, greedy, joined, make_engine, prompt_of, run_one, samples
 from yocolm.engine.engine import Engine
-from yocolm.engine.outputs import CompletionOutput, RequestOutput
+from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.plan import Plan
 from yocolm.engine.runner import EntryOutput
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -24,30 +24,6 @@ def drive(engine: Engine) -> list[RequestOutput]:
         outputs += engine.step()
         engine.check()
     return outputs
-
-
-def joined(outputs: list[RequestOutput]) -> RequestOutput:
-    """One output of all deltas."""
-    merged: dict[int, CompletionOutput] = {}
-    for output in outputs:
-        assert output.finished is (output is outputs[-1])
-        assert output.prompt_logprobs is None or output is outputs[0]
-        for sample in output.outputs:
-            whole = merged.get(sample.index)
-            if whole is None:
-                merged[sample.index] = sample
-                continue
-            assert whole.finish_reason is None, "something came after the end"
-            whole.text += sample.text
-            whole.token_ids = whole.token_ids + sample.token_ids
-            if sample.logprobs is not None:
-                whole.logprobs = [*(whole.logprobs or []), *sample.logprobs]
-            whole.cumulative_logprob = sample.cumulative_logprob
-            whole.finish_reason, whole.stop_reason = sample.finish_reason, sample.stop_reason
-    last = outputs[-1]
-    last.outputs = [merged[index] for index in sorted(merged)]
-    last.prompt_logprobs = outputs[0].prompt_logprobs
-    return last
 
 
 @pytest.mark.parametrize("limits", [{}, {"budget": 5}, {"pages": 9, "budget": 7}, {"seqs": 2}])

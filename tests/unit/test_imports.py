@@ -33,7 +33,10 @@ NO_TORCH = (
     "yocolm.engine.sampling_params yocolm.engine.outputs yocolm.engine.settings "
     "yocolm.train.settings"
 ).split()
-OPTIONAL = re.compile(r"(tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard)\b")
+# Imported where they are used: optional packages, and those that few need and that load slowly.
+OPTIONAL = re.compile(
+    r"(llguidance|tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard)\b"
+)
 FAMILIES = re.compile(r"yoco(?!lm)|llama|gemma", re.IGNORECASE)
 
 

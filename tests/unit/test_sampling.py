@@ -2,7 +2,9 @@
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -258,3 +260,22 @@ def test_gather_logprobs_at_the_edges() -> None:
     assert logprob.dtype == torch.float32
     assert gather_logprobs(logits, torch.tensor([2]), 9)[2].shape == (1, 3)
     assert gather_logprobs(logits, torch.tensor([2]), 1)[1].tolist() == [3]
+
+
+def test_masked_rows_draw_what_their_mask_allows() -> None:
+    """And the others, bit for bit, what they draw beside rows that are not masked."""
+    vocab, allowed = 70, [3, 31, 32, 63, 69]
+    mask = np.zeros(3, np.int32)
+    for token in allowed:
+        mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(0))
+    plain = [SamplingRow(seed=i, temperature=i % 3, top_k=i % 5) for i in range(40)]
+    masked = [replace(row, allowed=mask) if i % 2 else row for i, row in enumerate(plain)]
+    without = sample(logits, SamplingBatch.build(plain))
+    drawn = sample(logits, SamplingBatch.build(masked))
+    assert torch.equal(drawn[::2], without[::2])
+    assert set(drawn[1::2].tolist()) <= set(allowed)
+    greedy = logits[3, allowed].argmax()
+    assert drawn[3] == allowed[int(greedy)]
+    pushed = SamplingRow(allowed=mask, logit_bias={0: 100.0}, banned=(3, 31, 32, 63))
+    assert sample(logits[:1], SamplingBatch.build([pushed])).tolist() == [69]

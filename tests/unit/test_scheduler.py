@@ -38,7 +38,7 @@ class TestRowsNeeded:
         samples: bool,
         rows: tuple[int, ...],
     ) -> None:
-        assert rows_needed(*chunk, num_prompt, scored_until, samples) == rows
+        assert rows_needed(*chunk, scored_until, num_prompt - 1, samples) == rows
 
 
 class TestChunks:

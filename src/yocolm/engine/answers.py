@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from yocolm.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -40,6 +43,7 @@ class Answer:
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None for _ in request.prompt_token_ids]
         self._samples: dict[int, _Sample] = {}
+        self._pooled: dict[int, Tensor] = {}
 
     def keep_prompt_scores(self, positions: Series[int], scores: Series[TokenScore]) -> None:
         """Scores of the prompt's tokens at ``positions``."""
@@ -47,6 +51,13 @@ class Answer:
         assert kept is not None
         for position, score in zip(positions, scores, strict=True):
             kept[position] = self._logprobs(score)
+
+    def keep_pooled(self, position: int, hidden: Tensor) -> None:
+        """The sum of hidden states [D] of the rows from ``position`` on.
+
+        After a step that was cut short, the same rows come again from the same position on.
+        """
+        self._pooled[position] = hidden
 
     def extend(self, seq: Sequence, score: TokenScore | None) -> str | None:
         """Add the token that ``seq`` drew. Returns the stop string that ends it, if one does."""
@@ -57,7 +68,8 @@ class Answer:
             return None
         may_stop = seq.num_output > params.min_tokens
         stop = None
-        if seq.finish_reason != "stop" or params.include_stop_str_in_output:
+        ended = seq.finish_reason == "stop" and seq.drew_end
+        if not ended or params.include_stop_str_in_output:
             stop = sample.text.push(seq.output_token_ids[-1], may_stop)
         if stop is None and seq.finished:
             stop = sample.text.end(may_stop and seq.finish_reason == "length")
@@ -80,7 +92,8 @@ class Answer:
             samples = [self._delta(seq) for seq in request.sequences if self._has_news(seq)]
             self._prompt_logprobs = None
         else:
-            samples = [self._whole(seq) for seq in request.sequences]
+            pooled = request.pooling is not None
+            samples = [] if pooled else [self._whole(seq) for seq in request.sequences]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -89,6 +102,7 @@ class Answer:
             outputs=samples,
             finished=request.finished,
             error=request.error,
+            embedding=self._embedding(),
             metrics=RequestMetrics(
                 arrival_time=request.arrival,
                 first_scheduled_time=request.first_scheduled,
@@ -97,6 +111,16 @@ class Answer:
                 num_preemptions=request.num_preemptions,
             ),
         )
+
+    def _embedding(self) -> list[float] | None:
+        request = self.request
+        if request.pooling is None or not request.finished or not request.served:
+            return None
+        total = torch.stack(list(self._pooled.values())).sum(0)
+        mean = total / len(request.scored_rows)
+        if request.pooling.normalize:
+            mean = mean / mean.norm().clamp(min=1e-12)
+        return mean.float().tolist()
 
     def _sample(self, index: int) -> _Sample:
         sample = self._samples.get(index)

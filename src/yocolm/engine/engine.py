@@ -14,12 +14,13 @@ import torch
 
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
+from yocolm.engine.guided import GuideFactory
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
 from yocolm.engine.runner import EntryOutput, Runner
-from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.sampling_params import PoolingParams, SamplingParams, without_draws
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.settings import EngineSettings, available_memory, size_pools
 from yocolm.engine.state import PagedState
@@ -88,6 +89,7 @@ class Engine:
             weight.device,
             self.settings.fast_prefill,
         )
+        self.guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}
         self._interrupted = False
 
@@ -97,49 +99,66 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, and changes nothing, if it cannot be served.
 
         Args:
             prompt: text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            params: defaults if None; without a seed, a random one is drawn.
+            params: defaults if None; without a seed, a random one is drawn. PoolingParams ask for
+                an embedding.
             arrival_time: in seconds, now if None.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
+        kinds = (SamplingParams, PoolingParams)
+        if not isinstance(request_id, str) or not isinstance(params, kinds):
             raise RequestError(
                 f"request_id={request_id!r} must be text and params={params!r} SamplingParams"
             )
         text = self._text(prompt)
         self.enqueue(request_id, self.validate(prompt, params), params, text, arrival_time)
 
-    def validate(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def validate(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """The token ids of ``prompt``, if it can be served with ``params``; else RequestError.
 
         Reads only what never changes, so any thread may call it while a step runs.
         """
         ids = self._tokenize(prompt)
-        self._check(ids, params)
-        self.scheduler.check_servable(Request("", ids, params))
+        self._check_ids("prompt token id", ids)
+        self._check_media(ids)
+        if isinstance(params, SamplingParams):
+            self._check(params)
+        self.scheduler.check_servable(self._request("", ids, params))
         return ids
 
     def enqueue(
         self,
         request_id: str,
         ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         text: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request that ``validate`` has passed. RequestError if its id is in use."""
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        params = replace(params, seed=seed)  # a copy: the caller's may change
-        now = time.monotonic() if arrival_time is None else arrival_time
-        request = Request(request_id, ids, params, now, self.eos_token_ids, text)
+        if isinstance(params, SamplingParams) and params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        else:
+            params = replace(params)  # a copy: the caller's may change
+        request = self._request(request_id, ids, params)
+        request.prompt = text
+        request.arrival = time.monotonic() if arrival_time is None else arrival_time
         self.scheduler.add(request)
         self._answers[request_id] = Answer(request, self.tokenizer)
+
+    def _request(
+        self, request_id: str, ids: list[int], params: SamplingParams | PoolingParams
+    ) -> Request:
+        if isinstance(params, PoolingParams):
+            return Request(request_id, ids, without_draws(), pooling=params)
+        form = params.structured_outputs
+        guide = None if form is None else self.guides.start(form)  # compiled while it is in use
+        return Request(request_id, ids, params, eos_token_ids=self.eos_token_ids, guide=guide)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request; what it has so far comes back, of deltas what was not yet delivered.
@@ -235,25 +254,26 @@ class Engine:
                 raise RequestError(f"prompt holds {token!r}; token ids are integers")
         return [int(token) for token in ids]
 
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         vocab = self.config.vocab_size
-        named = {
-            "prompt token id": ids,
-            "stop_token_ids": params.stop_token_ids or (),
-            "logit_bias token id": params.logit_bias or (),
-        }
-        for what, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < vocab:
-                    raise RequestError(
-                        f"{what} {token} is outside the vocabulary: give 0 to {vocab - 1}"
-                    )
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"{what} {token} is outside the vocabulary: give 0 to {vocab - 1}"
+                )
+
+    def _check_media(self, ids: list[int]) -> None:
         for what, token in self.config.media_token_ids:
             if token in ids:
                 raise RequestError(
                     f"prompt token id {token} at place {ids.index(token)} stands for {what} input, "
                     "and only text is supported: leave it out"
                 )
+
+    def _check(self, params: SamplingParams) -> None:
+        vocab = self.config.vocab_size
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("logit_bias token id", params.logit_bias or ())
         for what in ("logprobs", "prompt_logprobs"):
             value = getattr(params, what)
             if value is not None and value > vocab:
@@ -270,10 +290,14 @@ class Engine:
 
     def _keep_prompt_scores(self, plan: Plan, outputs: list[EntryOutput]) -> None:
         for entry, output in zip(plan.scheduled, outputs, strict=True):
-            if output.prompt_scores and output.result.error is None:
+            if output.result.error is not None:
+                continue
+            answer = self._answers[entry.seq.request.request_id]
+            if output.prompt_scores:
                 positions = [entry.start + row + 1 for row in entry.rows[: entry.num_scored]]
-                answer = self._answers[entry.seq.request.request_id]
                 answer.keep_prompt_scores(positions, output.prompt_scores)
+            if output.pooled is not None:
+                answer.keep_pooled(entry.start + entry.rows[0], output.pooled)
 
     def _keep_samples(
         self, plan: Plan, outputs: list[EntryOutput], changed: list[Sequence]

@@ -15,8 +15,8 @@ import torch
 
 from yocolm.chat import ChatTemplate, Messages, encode_chat, load_chat_template
 from yocolm.engine.engine import Engine, Prompt, require_device
-from yocolm.engine.outputs import RequestOutput
-from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
+from yocolm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from yocolm.engine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import RequestError
 from yocolm.models.base import CausalLM
@@ -142,24 +142,55 @@ class LLM:
 
         Raises RequestError before anything runs, also where the model has no chat template.
         """
-        if self.engine.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, which this model does not have")
-        prompts: list[Prompt] = []
-        for one in _conversations(messages):
-            text = self.chat_template.render(
+        prompts = [
+            self.chat_prompt(
                 one,
-                tools=tools,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=chat_template,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            ids = encode_chat(self.engine.tokenizer, text)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for one in _conversations(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
+        """A conversation as a prompt, text and token ids; options are ``ChatTemplate.render``'s."""
+        if self.engine.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, which this model does not have")
+        text = self.chat_template.render(messages, **options)
+        return {"prompt": text, "prompt_token_ids": encode_chat(self.engine.tokenizer, text)}
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt: its last token's final hidden state, or the mean over tokens.
+
+        Raises RequestError before anything runs if one of the prompts cannot be served.
+        """
+        listed = _as_list(prompts)
+        with self._added(listed, [pooling_params or PoolingParams()] * len(listed)) as ids:
+            outputs = self._finish(ids, use_tqdm)
+        return [
+            EmbeddingRequestOutput(
+                request_id=output.request_id,
+                outputs=None if output.embedding is None else EmbeddingOutput(output.embedding),
+                prompt_token_ids=output.prompt_token_ids,
+                finished=output.finished,
+                error=output.error,
+            )
+            for output in outputs
+        ]
+
     @contextmanager
-    def _added(self, prompts: list[Prompt], params: list[SamplingParams]) -> Iterator[list[str]]:
+    def _added(
+        self, prompts: list[Prompt], params: Sequence[SamplingParams | PoolingParams]
+    ) -> Iterator[list[str]]:
         """Queue requests; whatever interrupts leaves none of them behind."""
         ids: list[str] = []
         try:

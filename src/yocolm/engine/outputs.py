@@ -53,6 +53,24 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    """A text's vector, float32 values."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The answer of ``LLM.embed``; ``outputs`` is None where a request has failed (``error``)."""
+
+    request_id: str
+    outputs: EmbeddingOutput | None
+    prompt_token_ids: list[int]
+    finished: bool
+    error: str | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request: final, or as far as it has come when streamed.
 
@@ -60,7 +78,8 @@ class RequestOutput:
     of them only the text, tokens and logprobs that are new; the first has the prompt's logprobs.
 
     ``prompt_logprobs`` has one entry for each prompt token: None for the first and for those
-    before ``prompt_logprobs_start``, then a dict of token id to Logprob.
+    before ``prompt_logprobs_start``, then a dict of token id to Logprob. ``embedding`` is what
+    a request with PoolingParams ends with; it has no samples.
     """
 
     request_id: str
@@ -72,3 +91,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics | None = None
+    embedding: list[float] | None = None

@@ -39,7 +39,12 @@ class Scheduled:
     @property
     def num_scored(self) -> int:
         """How many of ``rows``, from the first on, score the prompt."""
-        return len(self.rows) - self.samples
+        return 0 if self.pools else len(self.rows) - self.samples
+
+    @property
+    def pools(self) -> bool:
+        """Whether the hidden states of ``rows`` themselves are asked for."""
+        return self.seq.request.pooling is not None
 
     @property
     def targets(self) -> list[int]:
@@ -88,14 +93,14 @@ class StepResult:
 
 
 def rows_needed(
-    start: int, stop: int, num_prompt: int, scored_until: int, samples: bool
+    start: int, stop: int, scored_until: int, scored_stop: int, samples: bool
 ) -> tuple[int, ...]:
     """Offsets, in the chunk of tokens ``start .. stop - 1``, of the tokens whose output is needed.
 
-    Row p scores prompt token p + 1, so prompt rows end before ``num_prompt - 1``; those before
-    ``scored_until`` are delivered or not wanted. A chunk that samples needs its last row.
+    Prompt rows end before ``scored_stop``; those before ``scored_until`` are delivered or not
+    wanted. A chunk that samples needs its last row.
     """
-    scoring = range(max(start, scored_until), min(stop, num_prompt - 1))
+    scoring = range(max(start, scored_until), min(stop, scored_stop))
     sampling = (stop - 1,) if samples else ()
     return tuple(position - start for position in (*scoring, *sampling))
 
@@ -105,5 +110,6 @@ def next_chunk(seq: Sequence, budget: int) -> Scheduled:
     start = seq.num_computed
     stop = min(start + budget, seq.num_tokens)
     samples_n = seq.samples_n if stop == seq.num_tokens else 0
-    rows = rows_needed(start, stop, seq.request.num_prompt, seq.scored_until, samples_n > 0)
+    scored_stop = seq.request.scored_rows.stop
+    rows = rows_needed(start, stop, seq.scored_until, scored_stop, samples_n > 0)
     return Scheduled(seq, start, stop - start, rows, samples_n)

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from yocolm.engine.guided import Guide
 from yocolm.engine.outputs import FinishReason
-from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.sampling_params import PoolingParams, SamplingParams
 
 
 class Status(Enum):
@@ -35,6 +36,8 @@ class Request:
     arrival: float = 0.0
     eos_token_ids: frozenset[int] = frozenset()
     prompt: str | None = None
+    pooling: PoolingParams | None = None  # asks for a hidden state; params then ask for nothing
+    guide: Guide | None = None  # at the beginning of the grammar that outputs must follow
     number: int = -1
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -44,7 +47,7 @@ class Request:
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index=0, scored_until=self.scored_rows.start)]
+        self.sequences = [self._sequence(0, self.scored_rows.start)]
 
     @property
     def num_prompt(self) -> int:
@@ -57,7 +60,13 @@ class Request:
 
     @property
     def scored_rows(self) -> range:
-        """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1."""
+        """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1.
+
+        Of a request for an embedding: the rows that are pooled, the last one among them.
+        """
+        if self.pooling is not None:
+            last = self.pooling.pooling_type == "LAST"
+            return range(self.num_prompt - 1 if last else 0, self.num_prompt)
         end = self.num_prompt - 1
         if self.params.prompt_logprobs is None:
             return range(end, end)
@@ -66,6 +75,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(seq.finished for seq in self.sequences)
+
+    @property
+    def served(self) -> bool:
+        """Whether all its sequences have come to an end of their own."""
+        return all(seq.finish_reason in ("stop", "length") for seq in self.sequences)
 
     def max_length(self, max_model_len: int) -> int:
         """The length, prompt included, at which its sequences end."""
@@ -83,9 +97,13 @@ class Request:
         That is when the first one draws its first token, having computed the whole prompt.
         """
         indices = range(len(self.sequences), self.params.n)
-        siblings = [Sequence(self, index, scored_until=self.scored_rows.stop) for index in indices]
+        siblings = [self._sequence(index, self.scored_rows.stop) for index in indices]
         self.sequences += siblings
         return siblings
+
+    def _sequence(self, index: int, scored_until: int) -> Sequence:
+        guide = None if self.guide is None else self.guide.copy()
+        return Sequence(self, index, scored_until, guide)
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +117,7 @@ class Sequence:
     request: Request = field(repr=False)
     index: int
     scored_until: int
+    guide: Guide | None = field(default=None, repr=False)
     output_token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     status: Status = Status.WAITING
@@ -148,9 +167,27 @@ class Sequence:
         first, last = (max(p - self.request.num_prompt, 0) for p in (start, stop))
         return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
 
+    def restart_guide(self) -> None:
+        """Bring the guide to where the output is, from the beginning on."""
+        if self.request.guide is not None:
+            guide = self.request.guide.copy()
+            for token_id in self.output_token_ids:
+                guide.advance(token_id)
+            self.guide = guide
+
     def append(self, token_id: int, logprob: float) -> None:
+        if self.guide is not None:
+            self.guide.advance(token_id)
         self.output_token_ids.append(token_id)
         self.cumulative_logprob += logprob
+
+    @property
+    def drew_end(self) -> bool:
+        """Whether the last token is one that ends a sequence, and so no text."""
+        token_id, request = self.output_token_ids[-1], self.request
+        return token_id in request.eos_token_ids or token_id in (
+            request.params.stop_token_ids or ()
+        )
 
     def ending(self, max_model_len: int) -> tuple[FinishReason, int | None] | None:
         """The finish and stop reasons if the last token ends the sequence (stop strings aside)."""
@@ -160,6 +197,8 @@ class Sequence:
                 return "stop", None
             if token_id in (params.stop_token_ids or ()):
                 return "stop", token_id
+        if self.guide is not None and self.guide.complete:
+            return "stop", None
         if self.num_tokens >= self.request.max_length(max_model_len):
             return "length", None
         return None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Series
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from yocolm.engine.guided import MaskWorker
 from yocolm.engine.plan import Plan, Scheduled, StepResult
-from yocolm.engine.request import Sequence
+from yocolm.engine.request import Request, Sequence
 from yocolm.engine.state import PagedState
 from yocolm.models.base import Batch, CausalLM
 from yocolm.ops.sampling import (
@@ -25,6 +28,7 @@ from yocolm.ops.sampling import (
 LOGITS_ELEMENTS = 1 << 24  # logits that exist at once: 64 MiB in float32
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the seeds of a request's samples
 _NOT_FINITE = "the model's logits are not finite (NaN or infinity); the request was stopped"
+_STATES_NOT_FINITE = _NOT_FINITE.replace("logits", "hidden states")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class EntryOutput:
     result: StepResult = field(default_factory=StepResult)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     sample_scores: list[TokenScore] = field(default_factory=list)
+    pooled: Tensor | None = None  # sum of the hidden states of the rows, [D] float64 on the CPU
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Runner:
         self.fast_prefill = fast_prefill
         self.logit_rows = max(1, LOGITS_ELEMENTS // vocab_size)
         self.stats = StepStats()
+        self._mask_worker = MaskWorker()
         self._block_table = torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
         self._tabled: dict[
             int, tuple[tuple[int, int], int]
@@ -96,12 +102,22 @@ class Runner:
             key=lambda i: (plan.scheduled[i].num_tokens > 1, plan.scheduled[i].seq.slot),
         )
         entries = [plan.scheduled[i] for i in order]  # singles by slot: states side by side
-        hidden = self._forward(self._prepare(entries))
-        begin = time.perf_counter()
-        outputs = self._draw(entries, hidden)
-        self.stats.sample_seconds += time.perf_counter() - begin
+        masks = self._start_masks(entries)
+        try:
+            hidden = self._forward(self._prepare(entries))
+            begin = time.perf_counter()
+            outputs = self._draw(entries, hidden, masks)
+            self.stats.sample_seconds += time.perf_counter() - begin
+        finally:
+            if masks is not None:
+                wait([masks])  # whatever happens, nobody reads the guides any more
         placed = dict(zip(order, outputs, strict=True))
         return [placed[i] for i in range(len(entries))]
+
+    def _start_masks(self, entries: list[Scheduled]) -> Future[np.ndarray] | None:
+        """Have computed what each entry that draws by a grammar may draw, in their order."""
+        guides = [e.seq.guide for e in entries if e.samples and e.seq.guide is not None]
+        return self._mask_worker.start(guides) if guides else None
 
     def _copy(self, plan: Plan) -> None:
         for kind in ("page", "slot"):
@@ -171,19 +187,31 @@ class Runner:
         stats.commit_seconds += time.perf_counter() - read
         return hidden
 
-    def _draw(self, entries: list[Scheduled], hidden: Tensor) -> list[EntryOutput]:
+    def _draw(
+        self, entries: list[Scheduled], hidden: Tensor, masks: Future[np.ndarray] | None
+    ) -> list[EntryOutput]:
         outputs = [EntryOutput() for _ in entries]
         first = 0
         scoring: list[tuple[int, int]] = []  # (row, entry)
         sampling: list[tuple[int, int, int]] = []  # (row, entry, index among its samples)
         for i, entry in enumerate(entries):
+            if entry.pools and entry.rows:
+                self._pool(outputs[i], hidden[first : first + len(entry.rows)])
             scoring += ((first + j, i) for j in range(entry.num_scored))
             sampling += ((first + len(entry.rows) - 1, i, j) for j in range(entry.samples_n))
             first += len(entry.rows)
         self._score_prompts(entries, outputs, hidden, scoring)
+        guided = [i for i, entry in enumerate(entries) if entry.samples and entry.seq.guide]
+        allowed = {} if masks is None else dict(zip(guided, masks.result(), strict=True))
         for start in range(0, len(sampling), self.logit_rows):
-            self._sample(entries, outputs, hidden, sampling[start : start + self.logit_rows])
+            block = sampling[start : start + self.logit_rows]
+            self._sample(entries, outputs, hidden, block, allowed)
         return outputs
+
+    def _pool(self, output: EntryOutput, hidden: Tensor) -> None:
+        output.pooled = hidden.double().sum(0).cpu()
+        if not output.pooled.isfinite().all():
+            output.result = StepResult(error=_STATES_NOT_FINITE)
 
     def _score_prompts(
         self,
@@ -210,9 +238,11 @@ class Runner:
         outputs: list[EntryOutput],
         hidden: Tensor,
         sampling: list[tuple[int, int, int]],
+        allowed: Mapping[int, np.ndarray],
     ) -> None:
+        """Draw a block of rows; ``allowed`` has the masks of those entries that have a grammar."""
         logits = self.model.logits(hidden[[row for row, _, _ in sampling]])
-        rows = [_sampling_row(entries[i].seq, j) for _, i, j in sampling]
+        rows = [_sampling_row(entries[i].seq, j, allowed.get(i)) for _, i, j in sampling]
         finite = finite_rows(logits).tolist()
         tokens = sample(logits, SamplingBatch.build(rows, self.device))
         wanted = [entries[i].seq.request.params.logprobs for _, i, _ in sampling]
@@ -247,7 +277,7 @@ def _slot(seq: Sequence) -> int:
     return seq.slot
 
 
-def _sampling_row(seq: Sequence, sample_index: int) -> SamplingRow:
+def _sampling_row(seq: Sequence, sample_index: int, allowed: np.ndarray | None) -> SamplingRow:
     """What one draw asks for; ``sample_index`` counts the samples drawn from a shared first row."""
     request, params = seq.request, seq.request.params
     index = seq.index + sample_index
@@ -255,6 +285,8 @@ def _sampling_row(seq: Sequence, sample_index: int) -> SamplingRow:
     if seq.num_output < params.min_tokens:
         ends = () if params.ignore_eos else tuple(request.eos_token_ids)
         banned = (*ends, *(params.stop_token_ids or ()))
+    if allowed is not None:
+        banned = _bans_within(allowed, banned, request)
     assert params.seed is not None
     return SamplingRow(
         temperature=params.temperature,
@@ -268,9 +300,23 @@ def _sampling_row(seq: Sequence, sample_index: int) -> SamplingRow:
         index=seq.num_output,
         logit_bias=params.logit_bias or {},
         banned=banned,
+        allowed=allowed,
         prompt=request.prompt_array,
         output=seq.output_token_ids,
     )
+
+
+def _bans_within(allowed: np.ndarray, banned: tuple[int, ...], request: Request) -> tuple[int, ...]:
+    """Which tokens to ban beside a grammar: ends too if they are to be ignored, but not all that it
+    allows: where it is complete, it has to end."""
+    if request.params.ignore_eos:
+        banned = (*banned, *request.eos_token_ids)
+    if not banned:
+        return ()
+    left = allowed.copy()
+    for token in banned:
+        left[token // 32] &= ~np.int32(1 << token % 32 if token % 32 < 31 else -(1 << 31))
+    return banned if left.any() else ()
 
 
 def _scores(logits: Tensor, tokens: Tensor, wanted: list[int]) -> list[TokenScore]:

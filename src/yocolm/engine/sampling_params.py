@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
 
+from yocolm.engine.guided import GuidedParams
 from yocolm.errors import RequestError
 
 MAX_SEED = 2**64 - 1
@@ -34,6 +35,8 @@ class SamplingParams:
     ``prompt_logprobs=0`` are on, for the token itself alone; ``None`` is off. Prompt tokens are
     scored from position ``prompt_logprobs_start`` on (the first token of all never is).
     ``seed=-1`` means None, as in vLLM. ``stop`` and ``stop_token_ids`` become lists.
+    ``structured_outputs`` is a form that the output must have: it may end where that is complete,
+    and ends where nothing may follow, whatever ``min_tokens`` and ``ignore_eos`` say.
     ``output_kind`` is for those who step the engine themselves; ``LLM`` returns final outputs.
 
     Raises RequestError for a value of the wrong type or out of range.
@@ -61,6 +64,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: GuidedParams | None = None
 
     def __post_init__(self) -> None:
         self._check_flags()
@@ -86,6 +90,10 @@ class SamplingParams:
                 raise RequestError(f"{name}={value!r} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        if not isinstance(self.structured_outputs, GuidedParams | None):
+            raise RequestError(
+                f"structured_outputs={self.structured_outputs!r} must be GuidedParams"
+            )
 
     def _check_distribution(self) -> None:
         self.presence_penalty = _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -162,6 +170,38 @@ class SamplingParams:
             raise RequestError(
                 f"stop={self.stop!r} needs text: set detokenize=True, or use stop_token_ids"
             )
+
+
+POOLING_TYPES = ("LAST", "MEAN")
+
+
+@dataclass
+class PoolingParams:
+    """Parameters of a request for an embedding: the final hidden state of the last token, or the
+    mean over all tokens. ``normalize`` scales it to length 1.
+
+    Raises RequestError for a value of the wrong type or out of range.
+    """
+
+    pooling_type: str = "LAST"
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        kind = self.pooling_type.upper() if isinstance(self.pooling_type, str) else None
+        if kind not in POOLING_TYPES:
+            raise RequestError(
+                f"pooling_type={self.pooling_type!r} must be one of {', '.join(POOLING_TYPES)}"
+            )
+        self.pooling_type = kind
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize={self.normalize!r} must be True or False")
+
+
+def without_draws() -> SamplingParams:
+    """What the scheduler sees of a request that draws nothing and scores nothing."""
+    params = SamplingParams(max_tokens=1)
+    params.max_tokens = 0  # which a user must not ask for: there would be no answer
+    return params
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> int:

@@ -138,6 +138,8 @@ class Scheduler:
         """Take the state of all that run: they compute it anew. For when it cannot be trusted."""
         for seq in list(self.running):
             self._preempt(seq)
+        for seq in self.waiting:
+            seq.restart_guide()
 
     def _finish_all(self, request: Request, reason: FinishReason) -> list[Sequence]:
         unfinished = [seq for seq in request.sequences if not seq.finished]
@@ -200,7 +202,7 @@ class Scheduler:
     def _advance(self, entry: Scheduled, result: StepResult) -> list[Sequence]:
         seq = entry.seq
         seq.num_computed = entry.stop
-        seq.scored_until = max(seq.scored_until, min(entry.stop, seq.request.num_prompt - 1))
+        seq.scored_until = max(seq.scored_until, min(entry.stop, seq.request.scored_rows.stop))
         if entry.stop < seq.num_tokens:
             return []
         if not entry.samples:
@@ -213,6 +215,9 @@ class Scheduler:
         draws = zip(result.token_ids, result.logprobs, strict=True)
         for sample, (token_id, logprob) in zip(samples, draws, strict=True):
             sample.append(token_id, logprob)
+        errors = [sample.guide.error for sample in samples if sample.guide is not None]
+        if any(errors):
+            return self.fail(seq.request, next(filter(None, errors)))
         for sample in (*siblings, seq):  # seq last: siblings start from what it holds
             ending = sample.ending(self.max_model_len)
             if ending is not None:

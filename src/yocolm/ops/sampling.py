@@ -2,7 +2,8 @@
 
 Shapes: R rows (one per token to be drawn), V vocabulary, N flat entries over all rows.
 
-The order of operations is vLLM's: logit bias, banned tokens (min_tokens), penalties, greedy rows,
+The order of operations is vLLM's: logit bias, banned tokens (min_tokens) and those that a grammar
+does not allow, penalties, greedy rows,
 temperature, min-p, top-k, top-p, draw. Steps that no row asks for are skipped, a decision taken
 from the Python values in `SamplingBatch.build`; only top-p may have to look at a result (to sort
 more), so nothing else here waits for a device.
@@ -40,8 +41,9 @@ class SamplingRow:
 
     `seed` and `index` (the number of tokens this sequence has drawn before) decide the draw; the
     samples of one request (n > 1) are rows with seeds of their own. `banned` tokens cannot be
-    drawn. `prompt` and `output` are the tokens so far; they are read only if a penalty is set.
-    `top_k` of 0 or -1 keeps all tokens.
+    drawn, nor can those outside `allowed`, if it is given: int32 words, of which word t // 32 has
+    bit t % 32 for token t. `prompt` and `output` are the tokens so far; they are read only if a
+    penalty is set. `top_k` of 0 or -1 keeps all tokens.
     """
 
     temperature: float = 1.0
@@ -55,6 +57,7 @@ class SamplingRow:
     index: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned: Sequence[int] = ()
+    allowed: np.ndarray | None = None
     prompt: Sequence[int] | np.ndarray = ()
     output: Sequence[int] = ()
 
@@ -74,7 +77,8 @@ class SamplingBatch:
     Per row [R]: temperature, top_p, min_p and penalties float32; top_k (0 = all), seeds, indices
     int64. Flat, or None where no row has any: `bias` (rows, tokens int64, values float32),
     `banned` (rows, tokens), `history` (rows, tokens, 1.0 for an output token and 0.0 for a prompt
-    token), a token repeated as often as it occurs.
+    token), a token repeated as often as it occurs; `masked` (rows [G] int64, bool [G, at least V],
+    True for tokens that cannot be drawn).
     """
 
     temperature: Tensor
@@ -88,6 +92,7 @@ class SamplingBatch:
     indices: Tensor
     bias: tuple[Tensor, Tensor, Tensor] | None = None
     banned: tuple[Tensor, Tensor] | None = None
+    masked: tuple[Tensor, Tensor] | None = None
     history: tuple[Tensor, Tensor, Tensor] | None = None
     all_greedy: bool = False
     any_greedy: bool = False
@@ -133,6 +138,7 @@ class SamplingBatch:
             if bias
             else None,
             banned=(ints(i for i, _ in banned), ints(t for _, t in banned)) if banned else None,
+            masked=_masked(rows, device),
             history=_history(rows, device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -158,6 +164,17 @@ def _history(
     return on_device[0], on_device[1], on_device[2]
 
 
+def _masked(
+    rows: Sequence[SamplingRow], device: torch.device | str
+) -> tuple[Tensor, Tensor] | None:
+    masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
+    if not masks:
+        return None
+    forbidden = ~np.stack(list(masks.values())).view(np.uint8)
+    bits = np.unpackbits(forbidden, axis=1, bitorder="little").view(np.bool_)
+    return torch.tensor(list(masks), device=device), torch.from_numpy(bits).to(device)
+
+
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token per row: logits [R, V] of any float dtype -> token ids [R] int64.
 
@@ -175,8 +192,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logit bias, banned tokens and penalties on a copy (or the input itself if none is set)."""
-    if batch.bias is None and batch.banned is None and batch.history is None:
+    """Logit bias, masks and penalties on a copy (or the input itself if none is set)."""
+    if all(part is None for part in (batch.bias, batch.banned, batch.masked, batch.history)):
         return logits
     logits = logits.clone()
     if batch.bias is not None:
@@ -184,6 +201,13 @@ def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits[rows, tokens] += values  # a row's bias is a mapping: no pair occurs twice
     if batch.banned is not None:
         logits[batch.banned] = -torch.inf
+    if batch.masked is not None:
+        rows, mask = batch.masked
+        mask = mask[:, : logits.shape[1]]
+        if len(rows) == len(logits):
+            logits.masked_fill_(mask, -torch.inf)
+        else:
+            logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
     if batch.history is not None:
         _penalise(logits, batch, *batch.history)
     return logits

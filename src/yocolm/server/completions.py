@@ -1,0 +1,195 @@
+"""``POST /v1/completions``"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from yocolm.engine.outputs import CompletionOutput, RequestOutput
+from yocolm.server.logprobs import CompletionLogprobs, prompt_logprobs
+from yocolm.server.loop import Job
+from yocolm.server.outputs import Output
+from yocolm.server.params import completion_params, form_field
+from yocolm.server.protocol import CompletionRequest
+from yocolm.server.service import Service, request_id_of, unique_ids, usage
+from yocolm.server.stream import DONE, EVENTS, JSON, event, stream_answer, to_json
+
+MAX_TOKENS = 16  # OpenAI's default
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continue prompts."""
+    body = await service.read(request, CompletionRequest)
+    scores = body.logprobs is not None or body.prompt_logprobs is not None
+    only_echo = body.max_tokens == 0 and bool(body.echo) and not scores
+    asked = body.model_copy(update={"max_tokens": 1}) if only_echo else body
+    params = completion_params(asked, service.defaults, service.settings.max_logprobs)
+    answer_id = request_id_of(request, "cmpl-")
+    prompts = prompts_of(body.prompt)
+    renamed = {"structured_outputs": form_field(body)}
+    if body.prompt_logprobs is None:
+        renamed["prompt_logprobs"] = "logprobs"
+    jobs = [
+        await service.job(
+            name,
+            prompt,
+            params,
+            CompletionRequest.model_fields,
+            body.add_special_tokens is not False,
+            renamed,
+            MAX_TOKENS,
+        )
+        for name, prompt in zip(unique_ids(answer_id, len(prompts)), prompts, strict=True)
+    ]
+    writer = CompletionWriter(service, body, jobs, answer_id)
+    headers = {"x-request-id": answer_id}
+    if only_echo:
+        return _echo(writer, jobs, body, headers)
+    if body.stream:
+        return await stream_answer(service, request, jobs, writer, headers)
+    async with service.answering(request, jobs) as box:
+        outputs = await box.take_all()
+    best = [_best(output, body.n or 1) for output in outputs] if body.best_of else outputs
+    return Response(writer.whole(outputs, best), media_type=JSON, headers=headers)
+
+
+def prompts_of(prompt: Any) -> list[Any]:
+    """A list of texts or of lists of token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _echo(
+    writer: CompletionWriter, jobs: list[Job], body: CompletionRequest, headers: dict[str, str]
+) -> Response:
+    """The prompts alone, which needs no engine."""
+    samples = [
+        CompletionOutput(index, "", [], finish_reason="length") for index in range(body.n or 1)
+    ]
+    outputs: list[Output] = [
+        RequestOutput(job.request_id, job.text, job.ids, None, samples, True) for job in jobs
+    ]
+    if not body.stream:
+        return Response(writer.whole(outputs, outputs), media_type=JSON, headers=headers)
+    text = writer.write({output.request_id: output for output in outputs}) + writer.end()
+    return Response(text.encode() + DONE, media_type=EVENTS, headers=headers)
+
+
+def _best(output: Output, n: int) -> Output:
+    """The ``n`` samples of the highest log-probability per token."""
+
+    def quality(sample: CompletionOutput) -> float:
+        return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))
+
+    ranked = sorted(output.outputs, key=quality, reverse=True)[:n]
+    return replace(output, outputs=[replace(s, index=i) for i, s in enumerate(ranked)])
+
+
+class _Choice:
+    """What has been told of one choice so far."""
+
+    def __init__(self, logprobs: CompletionLogprobs) -> None:
+        self.logprobs = logprobs
+        self.num_tokens = 0
+        self.begun = False
+
+
+class CompletionWriter:
+    """The answer, whole or in chunks."""
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, jobs: list[Job], answer_id: str
+    ) -> None:
+        self._service, self._body, self._jobs = service, body, jobs
+        self._order = {job.request_id: index for index, job in enumerate(jobs)}
+        self._choices: dict[int, _Choice] = {}
+        self._scored: dict[int, Any] = {}
+        self._n = body.n or 1
+        self._head = (
+            f'{{"id":{to_json(answer_id)},"object":"text_completion","created":{int(time.time())},'
+            f'"model":{to_json(body.model)},'
+        )
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._each_usage = bool(options and options.continuous_usage_stats)
+        self._prompt_tokens = sum(len(job.ids) for job in jobs)
+
+    def whole(self, outputs: list[Output], best: list[Output]) -> str:
+        """JSON of the whole answer. ``best`` are those of ``outputs`` that are returned."""
+        choices = [
+            self._choice(index, output, sample)
+            for index, output in enumerate(best)
+            for sample in output.outputs
+        ]
+        drawn = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        total = to_json(usage(self._prompt_tokens, drawn))
+        return f'{self._head}"choices":{to_json(choices)},"usage":{total}}}'
+
+    def write(self, news: Mapping[str, Output]) -> str:
+        return "".join(
+            self._chunk(self._order[request_id], output, sample)
+            for request_id, output in news.items()
+            for sample in output.outputs
+        )
+
+    def end(self) -> str:
+        if not self._usage:
+            return ""
+        drawn = sum(choice.num_tokens for choice in self._choices.values())
+        return event(self._head, [], usage(self._prompt_tokens, drawn), "")
+
+    def _chunk(self, index: int, output: Output, sample: CompletionOutput) -> str:
+        begun = (index * self._n + sample.index) in self._choices
+        shape = self._choice(index, output, sample)
+        told = shape["text"] or shape["logprobs"] or shape["finish_reason"] or "token_ids" in shape
+        if begun and not told:
+            return ""
+        used = None
+        if self._each_usage:
+            job = self._jobs[index]
+            used = usage(len(job.ids), self._choices[shape["index"]].num_tokens)
+        return event(self._head, [shape], used, ',"usage":null' if self._usage else "")
+
+    def _choice(self, index: int, output: Output, sample: CompletionOutput) -> dict[str, Any]:
+        """What is new of one sample, behind the prompt where that is to be echoed."""
+        body, job = self._body, self._jobs[index]
+        number = index * self._n + sample.index
+        choice = self._choices.get(number)
+        if output.prompt_logprobs is not None:
+            self._scored[index] = output.prompt_logprobs
+        first = choice is None
+        if choice is None:
+            choice = self._choices[number] = _Choice(self._logprobs())
+        choice.num_tokens += len(sample.token_ids)
+        echoed = bool(body.echo and first)
+        text, tokens, entries = sample.text, sample.token_ids, sample.logprobs or []
+        if echoed:
+            text = self._prompt_text(job) + text
+        shape: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
+        if body.logprobs is not None and (tokens or echoed):
+            if echoed:
+                tokens, entries = job.ids + tokens, [*self._scored[index], *entries]
+            shape["logprobs"] = choice.logprobs.build(tokens, entries)
+        shape["finish_reason"], shape["stop_reason"] = sample.finish_reason, sample.stop_reason
+        if first and body.prompt_logprobs is not None:
+            shape["prompt_logprobs"] = prompt_logprobs(self._scored.get(index))
+        if body.return_token_ids:
+            shape["token_ids"] = sample.token_ids
+            if first:
+                shape["prompt_token_ids"] = job.ids
+        return shape
+
+    def _logprobs(self) -> CompletionLogprobs:
+        skips = self._body.skip_special_tokens is not False
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return CompletionLogprobs(self._service.engine.tokenizer, as_ids, skips)
+
+    def _prompt_text(self, job: Job) -> str:
+        tokenizer = self._service.engine.tokenizer
+        if job.text is not None or tokenizer is None:
+            return job.text or ""
+        return tokenizer.decode(job.ids)

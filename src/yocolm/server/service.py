@@ -1,0 +1,206 @@
+"""What all routes share: the model's names and limits, bodies to jobs, jobs to mailboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from yocolm.chat import ChatTemplate
+from yocolm.engine.engine import Engine
+from yocolm.engine.sampling_params import SamplingParams
+from yocolm.errors import RequestError
+from yocolm.server.errors import ApiError, ClientGone, from_request_error, from_validation_error
+from yocolm.server.loop import EngineLoop, Job, Mailbox
+from yocolm.server.settings import ServerSettings
+from yocolm.server.telemetry import Telemetry
+
+SHORT = 4096  # characters or bytes that are worked on without a change of thread
+BODY_FLOOR = 4 * 2**20
+BYTES_PER_TOKEN = 64  # of a body, per token of the context
+_REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
+
+Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+@dataclass
+class Service:
+    """One engine as routes see it."""
+
+    engine: Engine
+    loop: EngineLoop
+    telemetry: Telemetry
+    template: ChatTemplate
+    settings: ServerSettings
+    model_names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_body(self) -> int:
+        if self.settings.max_body is not None:
+            return self.settings.max_body
+        return max(BODY_FLOOR, BYTES_PER_TOKEN * self.engine.max_model_len)
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and output of the longest sequence: the context, or what the pages hold."""
+        pages = self.engine.scheduler.page_pool
+        return min(self.engine.max_model_len, pages.capacity * pages.page_size + 1)
+
+    # Bodies
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body of a request. Raises ApiError naming the field that is wrong."""
+        body = await request.body()
+        parsed = await off_loop(len(body), lambda: _parse(model, body))
+        self.check_model(getattr(parsed, "model", None))
+        return parsed
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                f"model={name!r} does not exist here; this server has: "
+                f"{', '.join(self.model_names)}",
+                404,
+                param="model",
+                code="model_not_found",
+                kind="invalid_request_error",
+            )
+
+    # Jobs
+
+    async def job(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: Any,
+        fields: Mapping[str, Any],
+        special_tokens: bool = True,
+        renamed: Mapping[str, str] | None = None,
+        max_tokens: int | None = None,
+    ) -> Job:
+        """Tokenise and check one prompt; long ones in another thread.
+
+        Args:
+            params: SamplingParams, whose ``max_tokens`` of None becomes ``max_tokens`` or, if that
+                is None too, what there is room for.
+            fields: those of the body, which messages may name.
+            special_tokens: whether the tokenizer adds BOS to a text.
+        """
+        work = len(prompt) + SHORT * (getattr(params, "structured_outputs", None) is not None)
+        text = prompt if isinstance(prompt, str) else None
+
+        def work_on() -> Job:
+            ids: Any = prompt
+            tokenizer = self.engine.tokenizer
+            if text is not None and tokenizer is not None:
+                ids = tokenizer.encode(text, add_special_tokens=special_tokens)
+            bounded = params
+            if not isinstance(ids, str) and isinstance(params, SamplingParams):
+                bounded = self._bounded(params, len(ids), renamed or {}, max_tokens)
+            return Job(
+                request_id, self.engine.validate(ids, bounded), bounded, text, samples_of(bounded)
+            )
+
+        try:
+            return await off_loop(work, work_on)
+        except RequestError as error:
+            raise from_request_error(error, fields, renamed) from error
+
+    def _bounded(
+        self, params: SamplingParams, length: int, renamed: Mapping[str, str], default: int | None
+    ) -> SamplingParams:
+        """``max_tokens`` within the context: chosen where it is open, refused where it is not."""
+        room = self.most_tokens - length
+        if params.max_tokens is None:
+            chosen = room if default is None else min(room, default)
+            return replace(params, max_tokens=max(1, chosen, params.min_tokens))
+        if length <= self.engine.max_model_len < length + params.max_tokens:
+            name = renamed.get("max_tokens", "max_tokens")
+            raise ApiError(
+                f"{name}={params.max_tokens} and a prompt of {length} tokens exceed the context of "
+                f"{self.engine.max_model_len} tokens: lower {name}, or shorten the prompt",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return params
+
+    # Mailboxes
+
+    @contextlib.asynccontextmanager
+    async def answering(self, request: Request, jobs: list[Job]) -> AsyncIterator[Mailbox]:
+        """Queue jobs and watch their client: if it goes, or the block ends, they are aborted."""
+        box = self.loop.open(jobs)
+        watcher = asyncio.create_task(self._watch(request, box))
+        timer = None
+        limit = self.settings.request_timeout
+        if limit:
+            late = ApiError(
+                f"the request took longer than {limit:g} s", 504, code="timeout", kind="timeout"
+            )
+            timer = asyncio.get_running_loop().call_later(limit, self._give_up, box, late)
+        try:
+            yield box
+        finally:
+            if timer is not None:
+                timer.cancel()
+            watcher.cancel()
+            self.loop.close(box)
+
+    async def _watch(self, request: Request, box: Mailbox) -> None:
+        """The body has been read: the next message is that the client has gone."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._give_up(box, ClientGone())
+
+    def _give_up(self, box: Mailbox, error: Exception) -> None:
+        box.fail(error)
+        self.loop.close(box)
+
+
+def _parse(model: type[Model], body: bytes) -> Model:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation_error(error) from None
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Do ``work``: here if it is short, else in another thread."""
+    if size <= SHORT:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def request_id_of(request: Request, prefix: str) -> str:
+    """An id for an answer and its log lines, from the client's X-Request-Id if that is plain."""
+    given = request.headers.get("x-request-id", "")
+    return prefix + (given if _REQUEST_ID.fullmatch(given) else uuid4().hex)
+
+
+def samples_of(params: Any) -> int:
+    return params.n if isinstance(params, SamplingParams) else 1
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def unique_ids(base: str, count: int) -> Sequence[str]:
+    """Ids for the engine, unlike those of any other request, also one of the same X-Request-Id."""
+    mark = uuid4().hex[:8]
+    return [f"{base}-{mark}-{index}" for index in range(count)]
