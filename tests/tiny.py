@@ -252,6 +252,7 @@ def shrink_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_attention, "ROWS", 4)
     monkeypatch.setattr(chunk_attention, "MASK_ELEMENTS", 32)
     monkeypatch.setattr(band_attention, "BAND_BLOCK", 3)
+    monkeypatch.setattr(band_attention, "REACH_STEP", 2)
     monkeypatch.setattr(dense, "KEY_BLOCK", 3)
     monkeypatch.setattr(block_attention, "ROW_BLOCK", 4)
     monkeypatch.setattr(block_attention, "TILE_ELEMENTS", 512)

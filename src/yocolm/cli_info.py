@@ -123,6 +123,7 @@ def _memory(spec: ModelSpec, work: Workload) -> dict[str, object]:
     recurrent = sum(store.bytes_per_slot(size) for store in spec.recurrent_stores)
     return {
         "weights": spec.weight_bytes(size),
+        "per_layer_table": spec.table_params * size,
         "global_kv": work.batch * pages * spec.page_bytes(DEFAULT_PAGE_SIZE, size),
         "window_kv": work.batch * window,
         "recurrent": work.batch * recurrent,
@@ -158,6 +159,7 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "memory",
         (
             ("weights", "weights"),
+            ("of which mapped, not loaded", "per_layer_table"),
             ("global KV", "global_kv"),
             ("window KV", "window_kv"),
             ("recurrent state (float32)", "recurrent"),

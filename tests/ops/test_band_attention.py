@@ -41,6 +41,7 @@ def check(starts: list[int], lengths: list[int], window: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [3, 128])
 @pytest.mark.parametrize("window", [1, 2, 7, 16])
 @pytest.mark.parametrize(
     ("starts", "lengths"),
@@ -56,11 +57,19 @@ def test_band_equals_reference(
     starts: list[int],
     lengths: list[int],
     window: int,
+    step: int,
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(band_module, "BAND_BLOCK", 8)  # several blocks a sequence
+    monkeypatch.setattr(band_module, "REACH_STEP", step)
     assert check(starts, lengths, window, DTYPES[dtype]) <= OPS[dtype]
+
+
+def test_a_window_of_several_steps() -> None:
+    """As in real models, whose windows are four steps and more."""
+    assert 2 * band_module.REACH_STEP < 300
+    assert check([0, 450, 100], [700, 90, 300], 300, torch.float64) <= OPS["float64"]
 
 
 def test_every_offset_around_the_window() -> None:

@@ -144,7 +144,10 @@ class CausalLM(Protocol):
         ...
 
     def read(self, x: Tensor, kv: Handles, batch: Batch) -> Tensor:
-        """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0."""
+        """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0.
+
+        Like ``write``, it may look up further inputs of its tokens in tables on the CPU.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

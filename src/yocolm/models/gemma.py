@@ -36,7 +36,8 @@ class GemmaAttention(nn.Module):
         self.q_size = heads.num_heads * heads.head_dim
         kv_size = heads.num_kv_heads * heads.head_dim
         self.q_norm = RMSNorm(heads.head_dim, config.norm_eps)
-        if layer < config.num_writers:
+        self.owns_kv = layer < config.num_writers
+        if self.owns_kv:
             self.store = config.store(layer)
             self.qkv_size = self.q_size + kv_size * (1 if heads.k_is_v else 2)
             self.qkv = Linear(size, self.qkv_size, bias)
@@ -55,7 +56,7 @@ class GemmaAttention(nn.Module):
         return state.append_global(self.store, k, v, batch)
 
     def read(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        q = self.qkv.part(x, 0, self.q_size) if hasattr(self, "qkv") else self.q(x)
+        q = self.qkv.part(x, 0, self.q_size) if self.owns_kv else self.q(x)
         q = rotate(self.q_norm(q.unflatten(-1, (-1, self.heads.head_dim))), rope)
         return self.o(kv.attend(q, batch, scale=1.0).flatten(1))
 
@@ -76,7 +77,9 @@ class GegluMLP(nn.Module):
 class LookupTable(nn.Module):
     """A table that is only looked up: it may be mapped from a file, and stays on the CPU then.
 
-    Its dtype is the file's; what is looked up comes in the dtype that is asked for.
+    Its dtype is the file's then; what is looked up comes in the dtype that is asked for. Pages of
+    the file that were used are given back every ``RELEASE_ROWS`` rows, or they would add up to the
+    whole table.
     """
 
     def __init__(self, rows: int, size: int, scale: float) -> None:

@@ -33,7 +33,15 @@ from yocolm.models.gemma import (
     gelu,
     gemma_ropes,
 )
-from yocolm.models.layers import Embedding, Linear, RMSNorm, init_weights, rounded, soft_cap
+from yocolm.models.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    init_weights,
+    own_dtype,
+    rounded,
+    soft_cap,
+)
 from yocolm.ops.rope import Rotation
 
 MIN_MAGNITUDE = 1e-5**0.5
@@ -80,7 +88,8 @@ class AltUp(nn.Module):
     """Predicts what a layer makes of S streams, and corrects that by what it made of one of them.
 
     Both are linear in the streams: one pass over them behind the layer, in ``correct``, does both.
-    Before the layer, only the active stream is needed.
+    Before the layer, only the active stream is needed. The streams are the residual path, so all of
+    this is computed in their dtype, under autocast too.
     """
 
     def __init__(self, config: Gemma3nConfig) -> None:
@@ -98,7 +107,8 @@ class AltUp(nn.Module):
         active = x[..., self.active].contiguous()
         mixing = self._coefficients(self.prediction, active)
         mixing = mixing.unflatten(-1, (self.streams, self.streams)).transpose(1, 2)  # from, to
-        moved = torch.bmm(x, mixing[..., self.active, None]).squeeze(-1)
+        with own_dtype(x):
+            moved = torch.bmm(x, mixing[..., self.active, None]).squeeze(-1)
         return Prediction(active + moved, mixing)
 
     def gains(self, output: Tensor) -> Tensor:
@@ -115,17 +125,20 @@ class AltUp(nn.Module):
     ) -> Tensor:
         """All streams behind the layer; ``own`` [T, D] is added to all but the first."""
         others = F.pad(gains.new_ones(len(gains), self.streams - 1), (1, 0))
-        x = torch.baddbmm(x, x, mixing)
-        return x.baddbmm_(torch.stack((error, own), -1), torch.stack((gains, others), 1))
+        added = torch.stack((error, own.to(x.dtype)), -1)
+        with own_dtype(x):
+            x = torch.baddbmm(x, x, mixing)
+            return x.baddbmm_(added, torch.stack((gains, others), 1))
 
     def _coefficients(self, linear: Linear, x: Tensor) -> Tensor:
         """Outputs of ``linear`` for each token, by way of a router that sees ``x`` [T, D]."""
-        routed = self.router(self.router_norm(x)) / x.shape[-1]
-        wide = routed if routed.dtype == torch.float64 else routed.float()
         weight = linear.weight
         if self.training and self.clip is not None:
             weight = weight.clamp(-self.clip, self.clip)
-        return F.linear(wide.tanh().to(x.dtype), weight)
+        with own_dtype(x):
+            routed = self.router(self.router_norm(x)) / x.shape[-1]
+            wide = routed if routed.dtype == torch.float64 else routed.float()
+            return F.linear(wide.tanh().to(x.dtype), weight)
 
 
 class DecoderLayer(nn.Module):
@@ -271,7 +284,7 @@ class Gemma3n(nn.Module):
 def _as_large(x: Tensor, like: Tensor) -> Tensor:
     """``x`` scaled, token by token, to the root mean square of ``like``."""
     scale = _magnitude(like) / _magnitude(x).clamp(min=MIN_MAGNITUDE)
-    return x * scale.to(x.dtype)
+    return x * scale.to(like.dtype)
 
 
 def _magnitude(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from yocolm.models.gemma import (
     gelu,
     gemma_ropes,
 )
-from yocolm.models.layers import Embedding, Linear, RMSNorm, init_weights, soft_cap
+from yocolm.models.layers import Embedding, Linear, RMSNorm, init_weights, own_dtype, soft_cap
 from yocolm.ops.norm import rms_norm
 from yocolm.ops.rope import Rotation
 
@@ -49,7 +49,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Expert numbers and weights, [T, top_k] each."""
         x = rms_norm(x, None, self.norm_eps) * self.scale * x.shape[-1] ** -0.5
-        scores = self.proj(x)
+        with own_dtype(x):  # rounded scores would choose other experts
+            scores = self.proj(x)
         wide = scores if scores.dtype == torch.float64 else scores.float()
         weights, chosen = wide.softmax(-1).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
@@ -108,7 +109,7 @@ class DecoderLayer(nn.Module):
             self.per_layer_gate = Linear(size, config.per_layer_size)
             self.per_layer_up = Linear(config.per_layer_size, size)
             self.per_layer_norm = RMSNorm(size, eps)
-        self.scale = nn.Parameter(torch.empty(1))
+        self.scale = nn.Parameter(torch.empty(1), requires_grad=False)  # comes with checkpoints
 
     def forward(
         self, x: Tensor, own: Tensor | None, rope: Rotation, batch: Batch, state: State

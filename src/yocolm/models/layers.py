@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -96,6 +98,12 @@ class WindowAttention(nn.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         kv = state.append_window(self.store, k, v, batch, self.window)
         return self.o(kv.attend(q, batch).flatten(1))
+
+
+def own_dtype(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which products keep the dtypes of their operands, whatever autocast says."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -82,10 +83,18 @@ class TensorFiles:
         stored = self.tensors[name]
         with open(stored.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")  # of the header, which follows
-            start, _ = json.loads(file.read(length))[stored.name]["data_offsets"]
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        dtype, offset = _DTYPES[stored.dtype], 8 + length + start
-        flat = torch.frombuffer(pages, dtype=dtype, count=prod(stored.shape), offset=offset)
+            first, end = json.loads(file.read(length))[stored.name]["data_offsets"]
+            first, end = 8 + length + first, 8 + length + end
+            start = first - first % mmap.ALLOCATIONGRANULARITY
+            pages = mmap.mmap(file.fileno(), end - start, access=mmap.ACCESS_READ, offset=start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not writable: nobody writes
+            flat = torch.frombuffer(
+                pages,
+                dtype=_DTYPES[stored.dtype],
+                count=prod(stored.shape),
+                offset=first - start,
+            )
         if not hasattr(pages, "madvise"):  # not on this system: it decides by itself
             return flat.view(stored.shape), lambda: None
         pages.madvise(mmap.MADV_RANDOM)  # rows are small and anywhere: reading ahead is waste

@@ -52,20 +52,12 @@ def load_weights(
         CheckpointError: naming missing, surplus or wrong-shape tensors, or a missing shard.
     """
     mapped = _check_allocation(model, dtype, torch.device(device))
-    files = open_folder(Path(folder))
-    spelled: Callable[[str], str] = str
-    if isinstance(config, GemmaConfig):
-        spelling = Spelling(files.tensors, str(folder))
-        files = TensorFiles({name: files.tensors[own] for name, own in spelling.names.items()})
-        spelled = spelling.of
+    files, spelled = _text_files(Path(folder), config)
     shapes = {name: stored.shape for name, stored in files.tensors.items()}
     layout = weight_layout(config)
-    check_tensors(config, shapes, str(folder), spelled)
     names = [part.name for parts in layout.values() for part in parts if part.name in shapes]
     files.check_floats(names, str(folder))
     tables = {layout[name][0].name for name in mapped}
-    for name, table in mapped.items():
-        table.map(*files.mapped(layout[name][0].name))
     total = sum(files.tensors[name].nbytes for name in names if name not in tables)
     done = 0
 
@@ -75,15 +67,22 @@ def load_weights(
         if progress is not None:
             progress(done, total)
 
-    fill_weights(
-        model,
-        config,
-        shapes,
-        lambda name, target: files.copy(name, target, seen),
-        str(folder),
-        spelled,
-        skip=mapped.keys(),
-    )
+    def copy(name: str, target: Tensor) -> None:
+        files.copy(name, target, seen)
+
+    fill_weights(model, config, shapes, copy, str(folder), spelled, skip=mapped.keys())
+    for name, table in mapped.items():
+        table.map(*files.mapped(layout[name][0].name))
+
+
+def _text_files(folder: Path, config: ModelConfig) -> tuple[TensorFiles, Callable[[str], str]]:
+    """The text model's tensors under their plain names, and how the folder spells these."""
+    files = open_folder(folder)
+    if not isinstance(config, GemmaConfig):
+        return files, str
+    spelling = Spelling(files.tensors, str(folder))
+    plain = {name: files.tensors[own] for name, own in spelling.names.items()}
+    return TensorFiles(plain), spelling.of
 
 
 def _check_allocation(
