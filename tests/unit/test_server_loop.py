@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_a_failure_in_the_middle_of_a_stream() -> None:
     def fail_third(plan: Any) -> Any:
         steps.append(plan)
         if len(steps) == 3:
+            while service.loop._outbox or any(b._parts for b, _ in service.loop._boxes.values()):
+                time.sleep(0.001)  # until the reader has taken what there is
             raise RuntimeError("broken")
         return run(plan)
 
