@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,15 +105,24 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
     talk(service, work)
 
 
-def test_a_failure_in_the_middle_of_a_stream() -> None:
+def test_a_failure_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_of(scripted_engine(ENDLESS))
     run, steps = service.engine.runner.run, []
+    take, both, taken = Mailbox.take, threading.Event(), []
+
+    async def watched(box: Mailbox) -> Any:
+        news = await take(box)
+        taken.extend(token for output in news.values() for token in output.outputs[0].token_ids)
+        if len(taken) == 2:
+            both.set()
+        return news
+
+    monkeypatch.setattr(Mailbox, "take", watched)
 
     def fail_third(plan: Any) -> Any:
         steps.append(plan)
         if len(steps) == 3:
-            while service.loop._outbox or any(b._parts for b, _ in service.loop._boxes.values()):
-                time.sleep(0.001)  # until the reader has taken what there is
+            assert both.wait(30)  # the reader has taken two tokens
             raise RuntimeError("broken")
         return run(plan)
 
