@@ -32,9 +32,8 @@ stop() {
 }
 
 client comply llm-comply==0.5.0
-client schemathesis schemathesis==4.28.0
-client guidellm guidellm==0.6.0
-client lm-eval "lm-eval[api]==0.4.13" -c "$CONSTRAINTS"
+client schemathesis schemathesis==4.32.5
+client lm-eval "lm-eval[api]==0.4.13" transformers -c "$CONSTRAINTS"
 
 echo "== llm-comply"
 serve --max-model-len 256
@@ -49,11 +48,4 @@ echo "== lm-eval"
 serve
 "$CLIENTS/lm-eval/bin/python" "$CHECKS" client "$URL" > "$CLIENTS/over_http.json"
 stop
-"$BIN/python" "$CHECKS" offline > "$CLIENTS/offline.json"
-"$BIN/python" "$CHECKS" compare "$CLIENTS/over_http.json" "$CLIENTS/offline.json"
-
-echo "== guidellm"
-serve
-"$CLIENTS/guidellm/bin/guidellm" benchmark --target "$URL" --profile concurrent --rate 8 \
-    --max-seconds 20 --data "prompt_tokens=64,output_tokens=32" --processor gpt2
-stop
+"$BIN/python" "$CHECKS" offline "$CLIENTS/over_http.json"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,13 +105,24 @@ def test_a_step_that_fails_ends_its_requests_only() -> None:
     talk(service, work)
 
 
-def test_a_failure_in_the_middle_of_a_stream() -> None:
+def test_a_failure_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_of(scripted_engine(ENDLESS))
     run, steps = service.engine.runner.run, []
+    take, both, taken = Mailbox.take, threading.Event(), []
+
+    async def watched(box: Mailbox) -> Any:
+        news = await take(box)
+        taken.extend(token for output in news.values() for token in output.outputs[0].token_ids)
+        if len(taken) == 2:
+            both.set()
+        return news
+
+    monkeypatch.setattr(Mailbox, "take", watched)
 
     def fail_third(plan: Any) -> Any:
         steps.append(plan)
         if len(steps) == 3:
+            assert both.wait(30)  # the reader has taken two tokens
             raise RuntimeError("broken")
         return run(plan)
 
@@ -118,7 +130,7 @@ def test_a_failure_in_the_middle_of_a_stream() -> None:
 
     async def work(client: httpx.AsyncClient) -> None:
         chunks = events(await client.post(PATH, json=body(9, stream=True)))
-        assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["o", "o"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "oo"
         assert "broken" in chunks[-1]["error"]["message"]
 
     talk(service, work)

@@ -47,6 +47,7 @@ _POSTS: dict[str, tuple[Handler, type[BaseModel]]] = {
     "/detokenize": (extra.detokenize, protocol.DetokenizeRequest),
 }
 _OPEN = ("/health", "/ready", "/metrics", "/version")  # without a key
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _REF = "#/components/schemas/{model}"
 
 
@@ -102,6 +103,7 @@ def make_app(service: Service) -> FastAPI:
             response_class=Response if path == "/metrics" else JSONResponse,
             description=handler.__doc__ or "",
             responses=_responses(path),
+            openapi_extra={"parameters": [_NAME]} if "{name" in path else None,
         )
     for path, (handler, body) in _POSTS.items():
         app.add_api_route(
@@ -133,7 +135,8 @@ def make_app(service: Service) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         schema = plain_openapi()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(_schemas())
+        parts = schema.setdefault("components", {}).setdefault("schemas", {})
+        parts.update(_schemas(service.model_names))
         return schema
 
     app.openapi = openapi
@@ -166,10 +169,13 @@ def _responses(path: str) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _schemas() -> dict[str, Any]:
+def _schemas(model_names: tuple[str, ...]) -> dict[str, Any]:
     bodies = [(body, "validation") for _, body in _POSTS.values()]
     bodies.append((protocol.TextPart, "validation"))
     _, schemas = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    for schema in schemas["$defs"].values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
     text = {"type": ["string", "null"]}
     error = {
         "type": "object",
