@@ -172,12 +172,15 @@ FAMILIES: dict[str, ModelConfig] = {
     "gemma3n-full-last": _gemma3n(
         "wfwfwf", 2, 2, (0.8,), attention_bias=True, tie_word_embeddings=False, altup_active=1
     ),
+    "gemma3n-windows": _gemma3n("www", 1, 2, ()),  # nothing grows
     "gemma3n-unshared": _gemma3n(
         "wf", 0, 4, (), altup_num_inputs=3, altup_active=2, altup_correct_scale=False
     ),
 }
 YOCO_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, YocoConfig)]
 GEMMA_FAMILIES = [name for name, config in FAMILIES.items() if isinstance(config, GemmaConfig)]
+# Those whose pages can run out: in the others nothing grows with the context.
+GROWING = [name for name, config in FAMILIES.items() if model_spec(config).global_stores]
 ONE_OF_EACH = ["retention", "window-grouped", "llama", "gemma4-full-last", "gemma3n"]
 
 BRANCH_NORMS = ("post_attn_norm.weight", "post_mlp_norm.weight")

@@ -10,6 +10,7 @@ from spying import Spy, Traffic
 from tiny import (
     FAMILIES,
     GEMMA_FAMILIES,
+    GROWING,
     assert_dense,
     fresh_model,
     greedy,
@@ -102,7 +103,7 @@ def test_every_field_follows_the_rows(name: str) -> None:
     assert selected > 0, "no step had a sequence without rows"
 
 
-@EVERY
+@pytest.mark.parametrize("name", GROWING)
 def test_rows_are_not_scored_again_after_a_preemption(name: str) -> None:
     spy = Spy(tiny_model(name))
     engine = make_engine(name, model=spy, pages=9, budget=7)

@@ -374,6 +374,7 @@ WRONG_ROPE = {SLIDING: {"rope_type": "default"}, FULL: {"rope_type": "yarn", "fa
         ("gemma-4-E2B", {"num_key_value_heads": 3}, "3 KV heads do not divide 8"),
         ("gemma-4-E2B", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
         ("gemma-4-E2B", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ("gemma-4-E2B", {"final_logit_softcapping": 0.0}, "above 0, or null"),
         ("gemma-4-E2B", {"attn_logit_softcapping": 50.0}, "unknown field attn_logit_softcapping"),
         ("gemma-4-E2B", {"quantization_config": {"bits": 4}}, "quantised"),
         ("gemma-4-E2B", {"enable_moe_block": True}, "num_experts, top_k_experts, moe_intermediate"),

@@ -137,6 +137,18 @@ def test_text_from_a_multimodal_checkpoint(
     assert parse_dtype("auto", folder) == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_a_decoder_saved_by_itself(name: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+    folder = copy(saved(name), tmp_path / "bare", bare)
+    for ours, theirs in zip(
+        *(logits_of(load_model(f)[0], PROMPT) for f in (folder, saved(name))), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_real_multimodal_checkpoint_of_gemma_4(tmp_path: Path) -> None:
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     tower |= {"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 8}

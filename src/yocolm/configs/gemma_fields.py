@@ -74,6 +74,8 @@ def read_common(fields: Fields, defaults: Mapping[str, int], softcap: float | No
     fields.expect("hidden_activation", ACTIVATION, (ACTIVATION,))
     fields.expect("hidden_act", ACTIVATION, (ACTIVATION,))
     cap = fields.take("final_logit_softcapping", softcap)
+    if cap is not None and not parse_number("final_logit_softcapping", cap) > 0:
+        raise ConfigError(f"final_logit_softcapping is {cap}; give a number above 0, or null")
     media = {
         kind: parse_token_id(f"{kind}_token_id", fields.take(f"{kind}_token_id", None))
         for kind in _MEDIA

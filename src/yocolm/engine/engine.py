@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import replace
+from math import ceil
 from numbers import Integral
 from typing import Any
 
@@ -79,7 +80,7 @@ class Engine:
             sizes.max_num_seqs,
             self.max_model_len,
         )
-        max_pages = min(self.spec.num_pages(self.max_model_len, page_size), sizes.num_pages)
+        max_pages = min(ceil(self.max_model_len / page_size), sizes.num_pages)
         self.runner = Runner(
             model,
             state,

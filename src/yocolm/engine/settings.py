@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from yocolm.errors import ConfigError
@@ -91,7 +92,10 @@ def size_pools(
         seqs = MAX_NUM_SEQS if slot_bytes == 0 else min(MAX_NUM_SEQS, budget // 2 // slot_bytes)
         seqs = max(1, seqs)
     left = budget - (seqs + 1) * slot_bytes
-    pages = left // page_bytes - 1
+    useful = seqs * ceil(max_model_len / settings.page_size)
+    if page_bytes == 0 and left >= 0:  # nothing grows: pages are numbers only
+        return PoolSizes(useful + 1, seqs + 1)
+    pages = left // page_bytes - 1 if page_bytes else 0
     if pages < 1:
         least = (seqs + 1) * slot_bytes + 2 * page_bytes
         raise ConfigError(
@@ -99,7 +103,6 @@ def size_pools(
             f"sequence{'s' * (seqs > 1)}; give at least {least} bytes"
             + (", or lower max_num_seqs" if seqs > 1 else "")
         )
-    useful = seqs * spec.num_pages(max_model_len, settings.page_size)
     return PoolSizes(min(pages, useful) + 1, seqs + 1)
 
 

@@ -12,13 +12,15 @@ _OTHER = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|multi_modal_projector)\."
 )
-# Prefixes of the decoder and of its head, as three generations of transformers write them.
+# Prefixes of the decoder and of its head, as three generations of transformers write them. The names
+# of a decoder that was saved by itself have none.
 _STYLES = (
     ("model.language_model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),
     ("model.", "lm_head."),
 )
 _OURS = _STYLES[-1]
+_BARE = re.compile(r"(embed_tokens|per_layer_|altup_)\w*\.|(layers|norm)\.")
 
 
 class Spelling:
@@ -52,6 +54,8 @@ class Spelling:
 
 
 def _ours(name: str) -> str:
+    if _BARE.match(name):
+        return _OURS[0] + name
     for style in _STYLES:
         for ours, theirs in zip(_OURS, style, strict=True):
             if name.startswith(theirs):

@@ -79,6 +79,7 @@ class DrainingServer(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket on which nobody is heard yet. Raises ConfigError if that cannot be."""
+    bound = None
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -87,6 +88,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
+        if bound is not None:
+            bound.close()
         raise ConfigError(
             f"cannot listen on host {host!r}, port {port}: {error.strerror}; give another"
         ) from error
