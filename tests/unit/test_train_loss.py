@@ -1,5 +1,6 @@
 """Cross-entropy in blocks of rows against PyTorch's on whole logits."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from yocolm.models.layers import soft_cap
 from yocolm.train import loss as module
 from yocolm.train.loss import cross_entropy_sum
 
@@ -51,6 +53,30 @@ def test_loss_and_gradients(dtype: torch.dtype, scale: float) -> None:
         results.append((value.detach(), hidden.grad, weight.grad))
     for got, expected in zip(*results, strict=True):
         assert close(got, expected, dtype)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float64, *RELATIVE])
+def test_a_soft_cap(dtype: torch.dtype, softcap: float) -> None:
+    """Of the logits, as models apply it: in value and in both gradients."""
+    results = []
+    for ours in (True, False):
+        hidden, weight, targets = inputs(dtype)
+        if dtype == torch.float64:
+            weight = weight.detach().double().requires_grad_()
+        if ours:
+            value = cross_entropy_sum(hidden, weight, targets, softcap)
+        else:
+            scores = soft_cap(hidden.double() @ weight.to(dtype).double().T, softcap)
+            value = F.cross_entropy(scores, targets, reduction="sum")
+        value.backward()
+        results.append((value.detach(), hidden.grad, weight.grad))
+    for got, expected in zip(*results, strict=True):
+        assert got is not None and expected is not None
+        difference = float((got.double() - expected.double()).norm() / expected.double().norm())
+        assert difference <= {torch.float64: 1e-12, **RELATIVE}[dtype]
+    bound = N * (math.log(V) + 2 * softcap)
+    assert not softcap or float(results[0][0]) <= bound
 
 
 def test_the_scale_of_the_loss_does_not_round_the_gradient() -> None:

@@ -94,6 +94,7 @@ class YocoConfig:
 
     model_type: ClassVar[str] = "yoco"
     media_token_ids: ClassVar[tuple[tuple[str, int], ...]] = ()  # text only
+    final_softcap: ClassVar[float] = 0.0  # none on the logits
 
     vocab_size: int
     hidden_size: int

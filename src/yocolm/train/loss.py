@@ -16,20 +16,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, needs_grad: bool
     ) -> Tensor:
         head = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight) if needs_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, len(hidden), ROWS):
             block, target = hidden[start : start + ROWS], targets[start : start + ROWS]
-            scores = torch.matmul(block, head.T).float()
+            scores = torch.matmul(block, head.T).to(wide)
+            if softcap:
+                scores.div_(softcap).tanh_().mul_(softcap)
             log_norm = scores.logsumexp(-1, keepdim=True)
             total += (log_norm - scores.gather(1, target[:, None])).sum()
             if grad_hidden is not None and grad_weight is not None:
+                slope = None
+                if softcap:
+                    slope = scores.div(softcap).square_().neg_().add_(1)
                 grad = scores.sub_(log_norm).exp_()
                 grad.scatter_add_(1, target[:, None], grad.new_full((len(block), 1), -1.0))
+                if slope is not None:
+                    grad.mul_(slope)
                 grad = grad.to(hidden.dtype)
                 grad_hidden[start : start + ROWS] = torch.matmul(grad, head)
                 grad_weight += torch.matmul(grad.T, block)
@@ -40,19 +48,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_output: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # In float32: a factor rounded to bfloat16 would put the same error on every entry.
-        scaled = (grad_hidden.float() * grad_output).to(grad_hidden.dtype)
-        return scaled, grad_weight * grad_output, None, None
+        scaled = (grad_hidden.to(grad_output.dtype) * grad_output).to(grad_hidden.dtype)
+        return scaled, grad_weight * grad_output, None, None, None
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0
+) -> Tensor:
     """Summed cross-entropy, in nats, of ``hidden`` [N, D] against ``targets`` [N] int64.
 
-    ``weight`` is the output head [V, D]. Products run in hidden's dtype, softmax and
-    sum in float32.
+    ``weight`` is the output head [V, D]; logits are capped as ``softcap * tanh(x / softcap)``,
+    with 0 not at all. Products run in hidden's dtype, cap, softmax and sum in float32 or wider.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets, needs_grad)
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, needs_grad)
