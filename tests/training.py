@@ -1,4 +1,4 @@
-"""Tiny trainings that tests share: a text, models of both families, and configurations."""
+"""Tiny trainings that tests share: a text, models of all families, and configurations."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ PARAGRAPH = (
     "The sea was calm and the little boat went slowly along the shore; the old man said nothing, "
     "and the boy, who was tired of asking, looked at the water and counted the waves.\n"
 )
+_GEMMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 2.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "yoco": {
         "model_type": "yoco",
@@ -55,7 +63,46 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "attention_bias": True,
     },
+    "gemma3n": {
+        **_GEMMA,
+        "model_type": "gemma3n_text",
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 4,
+    },
+    "gemma4": {
+        **_GEMMA,
+        "model_type": "gemma4_text",
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "num_key_value_heads": 1,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": False,
+    },
+    "gemma4-experts": {
+        **_GEMMA,
+        "model_type": "gemma4_text",
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
 }
+GEMMA_MODELS = [name for name in MODELS if name.startswith("gemma")]
 
 
 def write_texts(folder: Path) -> None:

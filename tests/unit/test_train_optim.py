@@ -1,6 +1,7 @@
 """Learning-rate schedules at their corners, and which optimiser gets which parameter."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from yocolm.models.registry import build_model
 from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learning_rate
 from yocolm.train.settings import OptimSettings
 
+SMALL_OR_STACKED = r"\.altup\.(router|prediction|correction)\.|\.router\.proj\.|\.experts\."
 BASE = OptimSettings(steps=110, warmup_steps=10, final_ratio=0.1, decay_fraction=0.2)
 
 
@@ -63,12 +65,14 @@ def test_groups_cover_every_parameter_once(family: str, optimizer: str) -> None:
     optimizers = build_optimizers(model, replace(BASE, optimizer=optimizer, weight_decay=0.3))
     owners = [(o, g, p) for o in optimizers for g in o.param_groups for p in g["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
-    assert sorted(names[id(p)] for _, _, p in owners) == sorted(names.values())
+    trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert sorted(names[id(p)] for _, _, p in owners) == trained
     for owner, group, parameter in owners:
         name = names[id(parameter)]
-        is_vector = name.endswith((".bias", "norm.weight"))
+        is_vector = name.endswith((".bias", "norm.weight", "scale"))
         assert group["weight_decay"] == (0.0 if is_vector else 0.3), name
-        hidden = not is_vector and not name.startswith(("embed_tokens.", "lm_head."))
+        outside = name.startswith(("embed_tokens.", "lm_head.", "per_layer.table."))
+        hidden = not is_vector and not outside and not re.search(SMALL_OR_STACKED, name)
         expected = torch.optim.Muon if optimizer == "muon" and hidden else torch.optim.AdamW
         assert type(owner) is expected, name
 
@@ -102,3 +106,19 @@ def test_adamw_takes_its_settings() -> None:
     [adamw] = build_optimizers(model, replace(BASE, beta1=0.8, beta2=0.9, eps=1e-6))
     assert all(g["betas"] == (0.8, 0.9) and g["eps"] == 1e-6 for g in adamw.param_groups)
     assert math.isclose(adamw.param_groups[0]["lr"], BASE.learning_rate)
+
+
+def test_what_a_checkpoint_fixes_is_not_trained() -> None:
+    """Gemma 4's scales of layers are no parameters in transformers."""
+    fields = {**MODELS["gemma4"], "vocab_size": 40}
+    model = build_model(parse_config(fields), "cpu", torch.float32)
+    model.init_weights(0)  # type: ignore[operator]
+    fixed = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert fixed == {f"layers.{layer}.scale" for layer in range(4)}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for optimizer in build_optimizers(model, replace(BASE, weight_decay=0.5, optimizer="muon")):
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name in fixed), name

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import nn
 
+from yocolm.models.gemma3n import AltUp
+from yocolm.models.gemma4 import Router
+from yocolm.models.layers import Linear
 from yocolm.train.settings import OptimSettings
 
 
@@ -26,19 +29,31 @@ def learning_rate_factor(step: int, s: OptimSettings) -> float:
     return s.final_ratio + (1.0 - s.final_ratio) * cosine
 
 
-def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2 and not name.startswith(("embed_tokens.", "lm_head."))
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of linear layers, but for the output head and for routers.
+
+    No embeddings and tables, of which a token sees one row, and no experts, which lie stacked.
+    """
+    routers = [part for part in model.modules() if isinstance(part, (AltUp, Router))]
+    excluded = {id(inner) for router in routers for inner in router.modules()}
+    return [
+        part.weight
+        for name, part in model.named_modules()
+        if isinstance(part, Linear) and name != "lm_head" and id(part) not in excluded
+    ]
 
 
 def build_optimizers(model: nn.Module, s: OptimSettings) -> list[torch.optim.Optimizer]:
-    """AdamW over everything, or Muon for hidden matrices beside it. Only matrices decay.
+    """AdamW over all that needs a gradient, or Muon for hidden matrices beside it. Only matrices
+    decay.
 
     Muon: Jordan et al. 2024, with the update scaled to AdamW's size (arXiv 2502.16982), so that one
     learning rate serves both. Every group keeps its highest learning rate in ``peak_lr``.
     """
-    named = list(model.named_parameters())
-    by_muon = [p for n, p in named if s.optimizer == "muon" and _is_hidden_matrix(n, p)]
-    rest = [p for n, p in named if not (s.optimizer == "muon" and _is_hidden_matrix(n, p))]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    chosen = {id(p) for p in _hidden_matrices(model)} if s.optimizer == "muon" else set()
+    by_muon = [p for p in trained if id(p) in chosen]
+    rest = [p for p in trained if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": s.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
