@@ -245,7 +245,8 @@ def _add_eval(commands: _Commands) -> None:
         help="bits per byte of a text, also by position",
         description="Bits per byte of a UTF-8 text, in sliding windows. The total counts each "
         "token once. The rows by position cover all windows, so that a token counts in each that "
-        "holds it (at most two, with the default stride).",
+        "holds it (at most two, with the default stride). Where the tokenizer adds BOS, every "
+        "window begins with it.",
     )
     _add_model(text)
     text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import tiktoken
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 RANKS_FILE = "cl100k_base.tiktoken"
 
 # tiktoken's pattern for cl100k_base: how text is cut before the byte pairs are merged.
@@ -68,6 +70,12 @@ class Tokenizer(ABC):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens (BOS) where the model was trained with them."""
 
+    def opening(self) -> list[int]:
+        """What `encode` puts before every text: BOS where the model was trained with it."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        starts = range(len(whole) - len(plain) + 1)
+        return whole[: next((i for i in starts if whole[i : i + len(plain)] == plain), 0)]
+
     @abstractmethod
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that name no token are left out, broken UTF-8 becomes U+FFFD."""
@@ -110,7 +118,7 @@ class JsonTokenizer(Tokenizer):
         path = folder / TOKENIZER_FILE
         inner = read_tokenizer(path)
         named: dict[str, Any] = {}
-        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for file in (SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE):
             if (folder / file).exists():
                 named.update(read_json(folder / file))
         bos = _named_id(inner, named.get("bos_token"), ids.get("bos_token_id"))

@@ -16,6 +16,7 @@ from yocolm.eval.perplexity import Text, read_text, score, tokenise, windows
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
 from yocolm.models.llama import Llama
+from yocolm.models.registry import load_tokenizer
 from yocolm.models.yoco import Yoco
 from yocolm.tokenizer import JsonTokenizer
 
@@ -35,10 +36,10 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     return built.eval()
 
 
-def random_text(tokens: int, prefix: int | None) -> Text:
+def random_text(tokens: int, prefix: int | None, bos: int | None = None) -> Text:
     ids = torch.randint(VOCAB, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     sizes = [1 + i % 3 for i in range(tokens)]
-    return Text(ids, sizes, sum(sizes), prefix)
+    return Text(ids, sizes, sum(sizes), prefix, bos)
 
 
 @torch.no_grad()
@@ -60,7 +61,10 @@ def naive(
     while scored < len(stream) - 1:
         stop = min(start + context, len(stream) - 1)
         for i in range(start, stop):
-            nll = loss_at(model, stream[start : i + 1], stream[i + 1])
+            history = stream[start : i + 1]
+            if text.bos is not None:
+                history[0] = text.bos
+            nll = loss_at(model, history, stream[i + 1])
             by_position.setdefault(i - start, []).append((nll, sizes[i]))
             if i >= scored:
                 total += nll
@@ -69,14 +73,19 @@ def naive(
     return total, scored, by_position
 
 
-@pytest.mark.parametrize("prefix", [0, None])
+@pytest.mark.parametrize(("prefix", "bos"), [(0, None), (None, None), (7, 7)])
 @pytest.mark.parametrize(
     ("tokens", "context", "stride"), [(2, 8, 4), (9, 8, 8), (40, 8, 3), (150, 100, 50), (33, 16, 1)]
 )
 def test_score_agrees_with_the_definition(
-    model: torch.nn.Module, tokens: int, context: int, stride: int, prefix: int | None
+    model: torch.nn.Module,
+    tokens: int,
+    context: int,
+    stride: int,
+    prefix: int | None,
+    bos: int | None,
 ) -> None:
-    text = random_text(tokens, prefix)
+    text = random_text(tokens, prefix, bos)
     total, scored, by_position = naive(model, text, context, stride)
     result = score(model, text, context=context, stride=stride, batch_size=3)
     assert result.tokens == scored == tokens - (prefix is None)
@@ -137,7 +146,25 @@ def test_tokens_stand_for_all_bytes() -> None:
     assert text.num_bytes == 3 + 2 + 3 - 1 + 2 + 4 + 1
     assert sum(text.token_bytes) == text.num_bytes
     assert text.token_bytes[2:4] == [0, 2]  # the second byte of é completes it
-    assert text.prefix == 256
+    assert (text.prefix, text.bos) == (256, None)
+
+
+def test_windows_begin_with_bos_where_the_tokenizer_adds_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.inner.add_special_tokens(["<s>"])
+    assert tokenise(tokenizer, "ab").bos is None
+    tokenizer.bos_token_id = 257  # named, but not put before texts
+    assert (tokenise(tokenizer, "ab").prefix, tokenise(tokenizer, "ab").bos) == (257, None)
+    tokenizer.inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 257), ("</s>", 256)]
+    )
+    text = tokenise(tokenizer, "ab")
+    assert (text.prefix, text.bos, len(text.token_ids)) == (257, 257, 2)
+
+
+def test_the_bundled_tokenizer_adds_no_bos() -> None:
+    tokenizer = load_tokenizer("bundled")
+    assert tokenizer is not None and tokenizer.opening() == []
 
 
 def test_a_tokenizer_that_loses_text_is_refused() -> None:

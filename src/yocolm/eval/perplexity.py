@@ -4,6 +4,10 @@ The text is tokenised once, as a whole. Windows of `context` input tokens advanc
 window adds to the total only tokens that no earlier window has scored, so every token counts once
 and (after the first window) is predicted from at least `context - stride + 1` tokens. The table by
 position uses every position of every window.
+
+Where the tokenizer puts a BOS token before every text, every window begins with one, in place of
+its first input: models that have always seen it are much worse without. It is context, never
+scored. With other tokenizers only the text as a whole is given a token to start from.
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ class Text:
     A token that ends inside a character has length 0 and the one that completes the character has
     all its bytes, so that the lengths add up to `num_bytes`. `prefix` is the special token put
     before the text, on which its first token is conditioned; None leaves the first token out.
+    `bos` begins all other windows; None leaves them as they are.
     """
 
     token_ids: Sequence[int]
     token_bytes: Sequence[int]
     num_bytes: int
     prefix: int | None
+    bos: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,15 @@ def tokenise(tokenizer: Tokenizer, text: str) -> Text:
             f"the tokenizer does not reproduce the text: at character {at} it has "
             f"{text[at : at + 10]!r} and decoding gives {decoded[at : at + 10]!r}"
         )
-    prefix = tokenizer.bos_token_id
+    opening = tokenizer.opening()
+    bos = opening[0] if opening else None
+    prefix = tokenizer.bos_token_id if bos is None else bos
     return Text(
         token_ids=token_ids,
         token_bytes=[len(piece.encode()) for piece in pieces],
         num_bytes=len(text.encode()),
         prefix=tokenizer.eos_token_id if prefix is None else prefix,
+        bos=bos,
     )
 
 
@@ -212,7 +221,7 @@ def score(
     totals = _Totals(min(context, len(stream) - 1))
     for first in range(0, len(plan), batch_size):
         group = plan[first : first + batch_size]
-        losses = _losses(model, stream, group)
+        losses = _losses(model, stream, group, text.bos)
         for (start, stop, new), loss in zip(group, losses, strict=True):
             totals.add(loss, sizes[start:stop], new - start)
         if progress is not None:
@@ -265,7 +274,10 @@ class _Totals:
 
 
 def _losses(
-    model: torch.nn.Module, stream: Tensor, group: Sequence[tuple[int, int, int]]
+    model: torch.nn.Module,
+    stream: Tensor,
+    group: Sequence[tuple[int, int, int]],
+    bos: int | None,
 ) -> list[Tensor]:
     """Negative log-likelihood [window length] float64 of each window's targets, on the CPU.
 
@@ -274,7 +286,10 @@ def _losses(
     causal: CausalLM = model  # type: ignore[assignment]
     device = next(model.parameters()).device
     lengths = [stop - start for start, stop, _ in group]
-    inputs = torch.cat([stream[start:stop] for start, stop, _ in group]).to(device)
+    inputs = torch.cat([stream[start:stop] for start, stop, _ in group])
+    if bos is not None:
+        inputs[[sum(lengths[:index]) for index in range(len(lengths))]] = bos
+    inputs = inputs.to(device)
     targets = torch.cat([stream[start + 1 : stop + 1] for start, stop, _ in group]).to(device)
     hidden = model(Batch.packed(inputs, lengths), DenseState())
     losses, row = [], 0
