@@ -22,7 +22,7 @@ ALLOWED = {
     "models": {"ops", "tokenizer"},
     "engine": {"models.spec", "models.base", "models.registry", "ops", "chat", "tokenizer"},
     "server": {"engine", "chat", "tokenizer"},
-    "train": {"models", "ops", "tokenizer"},
+    "train": {"models", "ops", "chat", "tokenizer"},
     "eval": {"engine", "models", "tokenizer"},
     "bench": {"engine", "models", "ops", "server", "eval", "tokenizer"},
 }

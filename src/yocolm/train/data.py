@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from yocolm.errors import ConfigError
+from yocolm.tokenizer import JsonTokenizer
 from yocolm.train.settings import TrainSettings
 
 
@@ -75,6 +76,7 @@ def tokenize(
 ) -> np.ndarray:
     """All documents as one int32 array, each behind the ``separator`` token.
 
+    Then comes what the tokenizer puts before every text (BOS), unless that is the separator.
     Memory-mapped from ``cache``, where it is kept under a hash of everything that decides it.
     """
     start = tokenizer.token_to_id(separator)
@@ -83,19 +85,30 @@ def tokenize(
             f"the tokenizer has no token {separator!r} to put before every document; "
             "name one of its special tokens as tokenizer.separator"
         )
-    key = json.dumps([tokenizer.to_str(), digest_files(files), text_field, separator])
+    opening = _opening(tokenizer)
+    before = opening if start in opening else [start, *opening]
+    key = json.dumps([tokenizer.to_str(), digest_files(files), text_field, separator, *opening])
     target = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
     if not target.exists():
         pieces = [np.zeros(0, np.int32)]
         for path in files:
             for document in read_documents(path, text_field):
                 ids = tokenizer.encode(document, add_special_tokens=False).ids
-                pieces.append(np.asarray([start, *ids], dtype=np.int32))
+                pieces.append(np.asarray([*before, *ids], dtype=np.int32))
         cache.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial.npy")
         np.save(partial, np.concatenate(pieces))
         partial.replace(target)
     return np.load(target, mmap_mode="r")
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    return JsonTokenizer(tokenizer).opening()
+
+
+def window_start(tokenizer: Tokenizer) -> int | None:
+    """The token that begins every window: BOS if the tokenizer puts it before every text."""
+    return next(iter(_opening(tokenizer)), None)
 
 
 @dataclass
@@ -119,16 +132,21 @@ class Source:
 
 
 class Sampler:
-    """Draws training sequences; its state is one counter a source."""
+    """Draws training sequences; its state is one counter a source.
 
-    def __init__(self, sources: list[Source], length: int, seed: int) -> None:
+    ``bos`` stands in place of the first input of each; None changes nothing.
+    """
+
+    def __init__(
+        self, sources: list[Source], length: int, seed: int, bos: int | None = None
+    ) -> None:
         for source in sources:
             if len(source.ids) < length + 2:
                 raise ConfigError(
                     f"source {source.name!r} has {len(source.ids)} tokens; "
                     f"sequence_length {length} needs at least {length + 2}"
                 )
-        self.sources, self.length, self.seed = sources, length, seed
+        self.sources, self.length, self.seed, self.bos = sources, length, seed, bos
         self.draws = [0] * len(sources)
         total = sum(source.weight for source in sources)
         self.shares = [source.weight / total for source in sources]
@@ -143,6 +161,8 @@ class Sampler:
             windows.append(source.window(self.draws[chosen], self.length, self.seed))
             self.draws[chosen] += 1
         stacked = np.stack(windows)
+        if self.bos is not None:  # the token that gives way was a target of another window
+            stacked[:, 0] = self.bos
         return stacked[:, :-1], stacked[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,4 +179,4 @@ def build_sampler(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> Sample
         files = expand(source.files, f"data.sources.{name}.files")
         ids = tokenize(files, tokenizer, s.data.text_field, cache, s.tokenizer.separator)
         sources.append(Source(name, ids, source.weight, digest_files(files)))
-    return Sampler(sources, s.data.sequence_length, s.seed)
+    return Sampler(sources, s.data.sequence_length, s.seed, window_start(tokenizer))

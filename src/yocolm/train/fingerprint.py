@@ -36,6 +36,8 @@ def fingerprint(
         "data.text_field": s.data.text_field,
         "data.sources": ", ".join(source.name for source in sampler.sources),  # order counts
     }
+    if sampler.bos is not None:
+        found["tokenizer.bos"] = sampler.bos
     for source in sampler.sources:
         found[f"data.sources.{source.name}.weight"] = source.weight
         found[f"data.sources.{source.name}.files"] = f"text {source.digest}"

@@ -9,10 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from yocolm.config import ModelConfig, parse_config
+from yocolm.chat import CONFIG_FILES, TEMPLATE_FILE, TEMPLATE_FOLDERS
+from yocolm.config import GemmaConfig, ModelConfig, parse_config
 from yocolm.errors import ConfigError
 from yocolm.models.registry import ModelSource, build_model, load_config, load_model, resolve
-from yocolm.tokenizer import TOKENIZER_FILE, read_tokenizer
+from yocolm.tokenizer import SPECIAL_TOKENS_FILE, TOKENIZER_FILE, read_tokenizer
 from yocolm.train.data import expand, read_documents
 from yocolm.train.settings import TrainSettings
 from yocolm.train.tokenizer import train_tokenizer
@@ -72,6 +73,20 @@ def _own_tokenizer(s: TrainSettings) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
+def inherited_files(s: TrainSettings) -> dict[str, bytes]:
+    """What tells how to use the tokenizer of the model to continue from, by path in its folder.
+
+    Its BOS and other special tokens, and chat templates. Empty if it has no tokenizer of its own.
+    """
+    own = _own_tokenizer(s)
+    if own is None:
+        return {}
+    paths = [own.parent / name for name in (*CONFIG_FILES, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)]
+    for folder in TEMPLATE_FOLDERS:
+        paths += sorted((own.parent / folder).glob("*.jinja"))
+    return {str(p.relative_to(own.parent)): p.read_bytes() for p in paths if p.is_file()}
+
+
 def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, ModelConfig]:
     """The model in float32 on the CPU, so that its first weights depend on the seed alone.
 
@@ -105,7 +120,7 @@ def _new_config(s: TrainSettings, tokenizer: Tokenizer) -> ModelConfig:
     end = tokenizer.token_to_id(s.tokenizer.separator)
     if isinstance(s.model, str):
         source: ModelSource = resolve(s.model)
-        return replace(
+        config = replace(
             load_config(source),
             vocab_size=size,
             max_position_embeddings=length,
@@ -113,13 +128,23 @@ def _new_config(s: TrainSettings, tokenizer: Tokenizer) -> ModelConfig:
             eos_token_id=end,
             pad_token_id=None,
         )
+        return _fit_tables(config)
     fields = {
         "vocab_size": size,
         "max_position_embeddings": length,
         "bos_token_id": end,
         "eos_token_id": end,
+        "pad_token_id": None,
     }
-    return parse_config({**fields, **s.model})
+    config = parse_config({**fields, **s.model})
+    return config if "vocab_size_per_layer_input" in s.model else _fit_tables(config)
+
+
+def _fit_tables(config: ModelConfig) -> ModelConfig:
+    """For a vocabulary of its own: per-layer inputs of every token, none that stands for media."""
+    if not isinstance(config, GemmaConfig):
+        return config
+    return replace(config, per_layer_vocab_size=config.vocab_size, media_token_ids=())
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:

@@ -15,7 +15,6 @@ are not.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import sys
 import time
@@ -28,16 +27,24 @@ import torch
 from torch import Tensor, nn
 
 from yocolm.errors import ConfigError, NumericsError
+from yocolm.fields import write_json
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
+from yocolm.models.registry import load_generation_config
 from yocolm.models.weights import save_weights
+from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from yocolm.train.checkpoint import load_latest, save_checkpoint
 from yocolm.train.data import build_sampler, count_bytes, expand, tokenize
 from yocolm.train.fingerprint import check_fingerprint, fingerprint
 from yocolm.train.interrupt import StopRequest
 from yocolm.train.loss import cross_entropy_sum
 from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learning_rate
-from yocolm.train.prepare import prepare_device, prepare_model, prepare_tokenizer
+from yocolm.train.prepare import (
+    inherited_files,
+    prepare_device,
+    prepare_model,
+    prepare_tokenizer,
+)
 from yocolm.train.progress import Progress
 from yocolm.train.settings import TrainSettings, load_settings
 
@@ -67,6 +74,8 @@ class Trainer:
         self.device = prepare_device(settings)
         self.tokenizer = prepare_tokenizer(settings)
         self.model, self.config = prepare_model(settings, self.tokenizer)
+        self.inherited = inherited_files(settings)
+        self.generation = load_generation_config(str(settings.model)) if settings.continues else {}
         self.model.to(self.device)
         self.model.gradient_checkpointing = settings.train.gradient_checkpointing  # type: ignore[assignment]
         self.optimizers = build_optimizers(self.model, settings.train)
@@ -141,18 +150,21 @@ class Trainer:
     def validate(self, max_tokens: int) -> dict[str, float]:
         """Loss on the validation text, in windows of ``sequence_length`` that each start cold.
 
-        Bits per byte take the whole text's ratio of tokens to bytes. Raises NumericsError if the
-        loss is not finite.
+        They begin with BOS if windows of the training do. Bits per byte take the whole text's ratio
+        of tokens to bytes. Raises NumericsError if the loss is not finite.
         """
         length = self.s.data.sequence_length
         stop = min(len(self.validation) - 1, max_tokens)
         total = 0.0
         for start in range(0, stop, length * self.s.train.batch_size):
             end = min(start + length * self.s.train.batch_size, stop)
-            ids = np.asarray(self.validation[start : end + 1], dtype=np.int64)
+            ids = np.array(self.validation[start : end + 1], dtype=np.int64)
             whole, rest = divmod(end - start, length)
             lengths = [length] * whole + ([rest] if rest else [])
-            total += float(self.loss_sum(ids[:-1], ids[1:], lengths))
+            inputs, targets = ids[:-1].copy(), ids[1:]
+            if self.sampler.bos is not None:
+                inputs[::length] = self.sampler.bos
+            total += float(self.loss_sum(inputs, targets, lengths))
         nll = total / stop
         if not math.isfinite(nll):
             raise NumericsError(
@@ -173,24 +185,34 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             hidden = self.model(batch, state)
         head = getattr(self.model, "lm_head", None) or getattr(self.model, "embed_tokens")  # noqa: B009
-        return cross_entropy_sum(hidden.to(dtype), head.weight, following)
+        softcap = self.config.final_softcap
+        return cross_entropy_sum(hidden.to(dtype), head.weight, following, softcap)
 
     def export(self, folder: Path, figures: dict[str, float]) -> None:
-        """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them."""
-        save_weights(copy.deepcopy(self.model).to(_DTYPES[self.s.export_dtype]), folder)
-        self.tokenizer.save(str(folder / "tokenizer.json"))
+        """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them.
+
+        Of a model that was continued, its sampling defaults, special tokens and chat templates too.
+        """
+        model = copy.deepcopy(self.model).to(_DTYPES[self.s.export_dtype])
+        save_weights(model, folder, generation_config=self.generation)
+        self.tokenizer.save(str(folder / TOKENIZER_FILE))
+        record = {"settings": asdict(self.s), "steps": self.step, "validation": figures}
+        write_json(folder / "training.json", record)
+        for name, content in self.inherited.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        if TOKENIZER_CONFIG_FILE not in self.inherited:
+            write_json(folder / TOKENIZER_CONFIG_FILE, self._tokenizer_config())
+        self.progress.say(f"wrote {folder}")
+
+    def _tokenizer_config(self) -> dict[str, object]:
         ids = {"bos_token": self.config.bos_token_id, "eos_token": self.config.eos_token_id}
         tokens = {
             name: self.tokenizer.id_to_token(value[0] if isinstance(value, tuple) else value)
             for name, value in ids.items()
             if value is not None
         }
-        record = {"settings": asdict(self.s), "steps": self.step, "validation": figures}
-        files = {"tokenizer_config": {**tokens, "add_bos_token": False}, "training": record}
-        for name, value in files.items():
-            text = json.dumps(value, indent=2) + "\n"
-            (folder / f"{name}.json").write_text(text, encoding="utf-8")
-        self.progress.say(f"wrote {folder}")
+        return {**tokens, "add_bos_token": self.sampler.bos is not None}
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
