@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from urllib.request import urlopen
 
 VOCAB = 4096
+# The server would else take the model's own defaults, and sampling is a good part of a small step.
+SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -65,8 +67,8 @@ def body_of(request: Request, model: str) -> bytes:
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "ignore_eos": True,
-        "temperature": 0.8,
         "stream": True,
+        **SAMPLING,
     }
     body = json.dumps(fields).encode()
     head = (
@@ -236,7 +238,7 @@ def offline(arguments: argparse.Namespace) -> int:
             params = SamplingParams(
                 max_tokens=request.max_tokens,
                 ignore_eos=True,
-                temperature=0.8,
+                **SAMPLING,
                 output_kind=RequestOutputKind.DELTA,
             )
             engine.add_request(str(number), request.prompt, params)
