@@ -12,9 +12,10 @@ from tokenizers import processors
 from torch import Tensor, nn
 
 from training import GEMMA_MODELS, MODELS, settings, trainer, values, write_texts
-from yocolm.config import Gemma4Config, GemmaConfig
+from yocolm.config import Gemma3nConfig, Gemma4Config, GemmaConfig, parse_config
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
+from yocolm.models.gemma3n import AltUp, _as_large
 from yocolm.models.gemma4 import Router
 from yocolm.models.registry import load_generation_config, load_tokenizer
 from yocolm.tokenizer import read_tokenizer
@@ -90,6 +91,30 @@ def test_fine_tuning_in_bfloat16(folder: Path) -> None:
     assert kinds["router"] == ({torch.float32} if has_router else set())
 
 
+def test_streams_do_not_see_autocast() -> None:
+    """They are Gemma 3n's residual path: the same numbers with autocast as without."""
+    torch.manual_seed(0)
+    config = parse_config({**MODELS["gemma3n"], "vocab_size": 40})
+    assert isinstance(config, Gemma3nConfig)
+    altup = AltUp(config)
+    for parameter in altup.parameters():
+        nn.init.normal_(parameter)
+    x, error, own = torch.randn(5, 32, 4), torch.randn(5, 32), torch.randn(5, 32).bfloat16()
+
+    def run(enabled: bool, own: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            active, mixing = altup.predict(x)
+            gains = altup.gains(error)
+            streams = altup.correct(x, mixing, error, gains, own)
+            return [active, mixing, gains, streams, altup.correct_active(active, error, gains)]
+
+    for under, plain in zip(run(True, own), run(False, own.float()), strict=True):
+        assert under.dtype == torch.float32 and torch.equal(under, plain)
+    large = _as_large(torch.randn(5, 32).bfloat16(), x[..., 0])
+    assert large.dtype == torch.float32
+    torch.testing.assert_close(large.square().mean(-1), x[..., 0].square().mean(-1))
+
+
 def test_gradients_in_bfloat16_are_those_in_float32(folder: Path) -> None:
     """The streams of a whole stack, too, which rounding to bfloat16 would spoil layer by layer."""
     gradients = []
@@ -119,8 +144,18 @@ def test_windows_and_documents_begin_with_bos(folder: Path) -> None:
     for start in range(0, len(ids) - 1, 24):
         window = [bos, *ids[start + 1 : start + 25]]
         total += float(one.loss_sum(*_shifted(window), [len(window) - 1]).detach())
+    loss_sum, starts = one.loss_sum, []
+
+    def noted(inputs: Any, targets: Any, lengths: list[int]) -> Tensor:
+        starts.extend(inputs[::24].tolist())
+        first = inputs[1:24]
+        assert (first == targets[: len(first)]).all()
+        return loss_sum(inputs, targets, lengths)
+
+    one.loss_sum = noted
     figures = one.validate(10**9)
     assert figures["nll_per_token"] == pytest.approx(total / (len(ids) - 1), rel=1e-3)
+    assert set(starts) == {bos} and len(starts) == -(-(len(ids) - 1) // 24)
     assert one._fingerprint()["tokenizer.bos"] == bos
 
 

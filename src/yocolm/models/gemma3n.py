@@ -125,7 +125,7 @@ class AltUp(nn.Module):
     ) -> Tensor:
         """All streams behind the layer; ``own`` [T, D] is added to all but the first."""
         others = F.pad(gains.new_ones(len(gains), self.streams - 1), (1, 0))
-        added = torch.stack((error, own.to(x.dtype)), -1)
+        added = torch.stack((error, own), -1)
         with own_dtype(x):
             x = torch.baddbmm(x, x, mixing)
             return x.baddbmm_(added, torch.stack((gains, others), 1))
