@@ -21,7 +21,7 @@ from yocolm.server import settings
 MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
 DTYPES = ("float32", "bfloat16")
 MAX_NUMBER = 2**40
-# PyTorch's CPU library keeps machine code for each shape of a matrix product, for up to 1,024 shapes
+# PyTorch's CPU library keeps machine code for each shape of a matrix product, up to 1,024 shapes
 # in two caches. Batches of all sizes fill them with a gigabyte; with 64 nothing is slower.
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
