@@ -15,7 +15,7 @@ from scripted import say, scripted_engine
 from serving import client_of, error_of, events, service_of, talk
 from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server import loop
-from yocolm.server.errors import ClientGone
+from yocolm.server.errors import ApiError, ClientGone
 from yocolm.server.loop import Job, Mailbox
 from yocolm.server.service import Service
 
@@ -31,7 +31,7 @@ def body(max_tokens: int = 4, **more: Any) -> dict[str, Any]:
 def paused(service: Service) -> Iterator[asyncio.Event]:
     """Steps wait until the event is set, once a request is in the engine."""
     step, gate = service.engine.step, asyncio.Event()
-    ready = torch.multiprocessing.get_context().Event()
+    ready = threading.Event()
 
     def wait() -> Any:
         ready.wait()
@@ -73,9 +73,13 @@ def test_a_full_queue_is_told_at_once() -> None:
             tasks.append(asyncio.create_task(client.post(PATH, json=body())))
             await until(lambda: service.loop._load == 10)
             error_of(await client.post(PATH, json=body()), 429)
+            with pytest.raises(ApiError) as full:
+                service.loop.check_open()
+            assert full.value.status == 429 and service.telemetry.refused.value == 3
             gate.set()
             answers = await asyncio.gather(*tasks)
         assert {answer.status_code for answer in answers} == {200}
+        service.loop.check_open()
         assert (await client.post(PATH, json=body(n=2))).status_code == 200
         assert error_of(await client.post(PATH, json=body(n=11)))["param"] == "n"
 

@@ -199,20 +199,22 @@ class EngineLoop:
 
     # Requests
 
-    def open(self, jobs: list[Job]) -> Mailbox:
-        """Queue the jobs of one HTTP request. Raises ApiError (429, 503) if it cannot."""
+    def check_open(self, samples: int = 1) -> None:
+        """Raise the ApiError (400, 429, 503) with which ``open`` would refuse so many samples.
+
+        Cheap: routes ask before they tokenise, so that a full server does not work for nothing.
+        """
         if self.death is not None:
             raise unavailable(f"the engine has stopped: {self.death}")
         if self.draining:
             raise unavailable("the server is shutting down: it takes no new requests")
-        wanted = sum(job.samples for job in jobs)
-        if wanted > self.capacity:
+        if samples > self.capacity:
             raise ApiError(
-                f"the request asks for {wanted} samples (prompts x n); this server holds at most "
+                f"the request asks for {samples} samples (prompts x n); this server holds at most "
                 f"{self.capacity} at a time: ask for fewer",
                 param="n",
             )
-        if self._load + wanted > self.capacity:
+        if self._load + samples > self.capacity:
             self.telemetry.refused.add()
             raise ApiError(
                 f"the queue is full ({self._load} of {self.capacity} samples): try again later",
@@ -220,6 +222,11 @@ class EngineLoop:
                 code="queue_full",
                 retry_after=1,
             )
+
+    def open(self, jobs: list[Job]) -> Mailbox:
+        """Queue the jobs of one HTTP request. Raises ApiError (400, 429, 503) if it cannot."""
+        wanted = sum(job.samples for job in jobs)
+        self.check_open(wanted)
         box = Mailbox(jobs)
         for job in jobs:
             self._boxes[job.request_id] = box, job
