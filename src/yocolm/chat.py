@@ -13,7 +13,7 @@ from typing import Any
 
 from yocolm.errors import CheckpointError, RequestError
 from yocolm.fields import read_json
-from yocolm.template import Template, TemplateError, compile_template
+from yocolm.template.sandbox import Template, TemplateError, compile_template
 from yocolm.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"

@@ -13,7 +13,7 @@ from scripted import tokenizer
 from yocolm.chat import ChatTemplate, encode_chat, load_chat_template
 from yocolm.errors import CheckpointError, RequestError
 from yocolm.fields import write_json
-from yocolm.template import MAX_COUNT, MAX_OUTPUT
+from yocolm.template.sandbox import MAX_COUNT, MAX_OUTPUT
 from yocolm.tokenizer import JsonTokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -27,7 +27,7 @@ ALLOWED = {
     "bench": {"engine", "models", "ops", "server", "eval", "tokenizer"},
 }
 NO_TORCH = (
-    "yocolm yocolm.chat yocolm.template yocolm.cli yocolm.config yocolm.errors "
+    "yocolm yocolm.chat yocolm.template.sandbox yocolm.cli yocolm.config yocolm.errors "
     "yocolm.models.spec yocolm.models.presets "
     "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.plan yocolm.engine.request "
     "yocolm.engine.sampling_params yocolm.engine.outputs yocolm.engine.settings "

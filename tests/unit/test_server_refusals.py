@@ -131,6 +131,22 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [USER], "reasoning_effort": "high"}, None, "reasoning_effort"),
     (CHAT, {"messages": [USER], "functions": []}, None, "functions"),
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"messages": 1}}, None, "messages"),
+    # A template is a program: clients do not bring theirs, under either name.
+    (CHAT, {"messages": [USER], "chat_template": "{{ 1 }}"}, None, "chat_template="),
+    (CHAT, {"messages": [USER], "chat_template": "default"}, None, "chat_template="),
+    (
+        CHAT,
+        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template_kwargs",
+        "'chat_template', which is not for clients",
+    ),
+    ("/tokenize", {"messages": [USER], "chat_template": "{{ 1 }}"}, None, "chat_template"),
+    (
+        "/tokenize",
+        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        None,
+        "chat_template",
+    ),
     (EMBEDDINGS, {}, "input", "required"),
     (EMBEDDINGS, {"input": []}, "input", "[]"),
     (EMBEDDINGS, {"input": ""}, "input", "no tokens"),

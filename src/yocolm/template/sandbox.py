@@ -2,12 +2,11 @@
 
 Whoever published a model wrote its chat template, so it runs in jinja2's immutable sandbox, with
 the settings and helpers that Hugging Face templates are written for, and with bounds on what it may
-count, repeat and print.
+make, print and go through: see `bounds`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,12 +18,30 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from yocolm.template.bounds import (
+    CALL,
+    OPERATION,
+    Method,
+    allowed,
+    as_text,
+    budget,
+    check_operation,
+    format_method,
+    made,
+    refuse,
+    spend,
+)
+from yocolm.template.filters import bounded_filters, bounded_tests
+from yocolm.template.program import bound
+
 MAX_OUTPUT = 1 << 24  # characters that a template may print
 MAX_COUNT = 1_000_000  # numbers that `range` may hand out in one rendering
-MAX_REPEATED = 1 << 20  # length of what `*` may make of a text or list
+MAX_REFUSAL = 2_000  # characters of what `raise_exception` says
+MAX_DATE = 1_000  # characters of a form for dates
 
 
 class TemplateError(Exception):
@@ -43,11 +60,12 @@ class Template:
         pieces: list[str] = []
         length = 0
         try:
-            for piece in self.compiled.generate(variables, range=_bounded_range()):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_OUTPUT:
-                    raise jinja2.TemplateRuntimeError(f"it prints beyond {MAX_OUTPUT} characters")
+            with budget():
+                for piece in self.compiled.generate(variables, range=_bounded_range()):
+                    pieces.append(piece)
+                    length += len(piece)
+                    if length > MAX_OUTPUT:
+                        raise refuse(f"it prints beyond {MAX_OUTPUT} characters")
         except _Refusal as error:
             raise TemplateError(f"refuses the messages: {error.message}") from error
         except Exception as error:  # whatever the program does
@@ -83,11 +101,11 @@ class Template:
 def compile_template(text: str) -> Template:
     """Raises TemplateError, with the line, for what is no template."""
     try:
-        return Template(text, _ENVIRONMENT.from_string(text))
+        return Template(text, _ENVIRONMENT.from_string(bound(_ENVIRONMENT.parse(text))))
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"{error.message} in line {error.lineno}") from error
-    except (SyntaxError, RecursionError) as error:  # jinja2 leaves them to Python's compiler
-        raise TemplateError(f"{error}") from error
+    except Exception as error:  # what jinja2 leaves to Python's compiler: nesting, long numbers
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _mentions(node: nodes.Node, names: set[str]) -> bool:
@@ -118,23 +136,49 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds on what `*` may make; private names stay out of namespaces."""
+    """The sandbox, with bounds on what operators and methods make, and no further methods."""
 
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= MAX_COUNT and abs(right) <= 64):
-            raise jinja2.TemplateRuntimeError(f"{left} ** {right} is too large")
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, str | list | tuple) and len(one) * other > MAX_REPEATED:
-                raise jinja2.TemplateRuntimeError("a text repeated too often")
-        return super().call_binop(context, operator, left, right)
+        check_operation(operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        return made(result) if isinstance(result, tuple) else result
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        spend(CALL)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        spend(OPERATION)
+        return self._counted(obj, attribute, super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        spend(OPERATION)
+        return self._counted(obj, argument, super().getitem(obj, argument))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # `loop.changed` would compare without a count.
+        changed = isinstance(obj, LoopContext) and attr == "changed"
+        return not changed and allowed(obj, attr) and super().is_safe_attribute(obj, attr, value)
+
+    def _counted(self, obj: Any, name: Any, value: Any) -> Any:
+        if not isinstance(obj, str | list | tuple) or not isinstance(name, str):
+            return value
+        if not callable(value) or isinstance(value, jinja2.Undefined):
+            return value
+        if name in ("format", "format_map"):
+            return format_method(self, str(obj), name)
+        return Method(obj, name, value)
 
 
 class _Namespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _check_public(name)
         super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what it holds may hold others, twice each
 
 
 def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
@@ -149,20 +193,21 @@ def _check_public(name: Any) -> None:
 
 
 def _refuse(message: Any) -> None:
-    raise _Refusal(str(message))
+    raise _Refusal(as_text(message)[:MAX_REFUSAL])
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, without escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _strftime_now(form: str) -> str:
+    if len(form) > MAX_DATE:
+        raise refuse(f"it gives a form for dates of {len(form)} characters, above {MAX_DATE}")
+    return datetime.now().strftime(form)
+
+
+@jinja2.pass_context
+def _printed(context: Any, value: Any) -> str:
+    """Every value that is printed; taking the context keeps Jinja from doing so as it compiles."""
+    text = as_text(value)
+    spend(len(text))
+    return text
 
 
 def _bounded_range() -> Callable[..., range]:
@@ -174,7 +219,7 @@ def _bounded_range() -> Callable[..., range]:
         numbers = range(*arguments)
         left -= len(numbers)
         if left < 0:
-            raise jinja2.TemplateRuntimeError(f"it counts beyond {MAX_COUNT}")
+            raise refuse(f"it counts beyond {MAX_COUNT}")
         return numbers
 
     return bounded
@@ -182,12 +227,18 @@ def _bounded_range() -> Callable[..., range]:
 
 def _environment() -> _Environment:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, LoopControls],
+        optimized=False,  # Jinja's optimizer runs what is constant as it compiles
+        finalize=_printed,
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters = bounded_filters()
+    environment.tests = bounded_tests()
+    del environment.globals["lipsum"]
     environment.globals.update(
         raise_exception=_refuse,
-        strftime_now=lambda form: datetime.now().strftime(form),
+        strftime_now=_strftime_now,
         namespace=_namespace,
         dict=lambda *args, **kwargs: dict(*args, **kwargs),
     )

@@ -1,0 +1,1 @@
+"""Jinja programs that come with models, in a sandbox with bounds."""
