@@ -63,6 +63,13 @@ def _check_files(settings: ServerSettings) -> None:
                 f"ssl_keyfile={settings.ssl_keyfile!r} and ssl_certfile={settings.ssl_certfile!r} "
                 f"do not make a certificate: {error}"
             ) from error
+    if settings.ssl_ca_certs is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(settings.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"ssl_ca_certs={settings.ssl_ca_certs!r} holds no certificates: {error}"
+            ) from error
 
 
 def _template(settings: ServerSettings, folder: Path | None) -> ChatTemplate:

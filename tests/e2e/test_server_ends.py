@@ -129,6 +129,7 @@ def test_settings_from_a_file_and_keys(tmp_path: Path) -> None:
         (["--tool-parser", "nonsense"], "nonsense"),
         (["--kv-memory", "1KB"], "kv_memory"),
         (["--ssl-keyfile", "nowhere.pem", "--ssl-certfile", "nowhere.pem"], "nowhere.pem"),
+        (["--ssl-ca-certs", "nowhere.pem"], "give ssl_keyfile and ssl_certfile"),
     ],
 )
 def test_settings_that_cannot_be(
@@ -149,11 +150,15 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"port {port}: " in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls(tmp_path: Path, mutual: bool) -> None:
     key, certificate = make_certificate(tmp_path)
-    server = LiveServer("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    options = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    server = LiveServer(*options, *(["--ssl-ca-certs", str(certificate)] if mutual else []))
     server.url = server.url.replace("http://127.0.0.1", "https://localhost")
     context = ssl.create_default_context(cafile=str(certificate))
+    if mutual:
+        context.load_cert_chain(certificate, key)
     try:
         for _ in range(600):
             try:
@@ -165,6 +170,10 @@ def test_tls(tmp_path: Path) -> None:
             except OSError as error:
                 assert "refused" in str(error), error
                 time.sleep(0.05)
+        if mutual:
+            nobody = ssl.create_default_context(cafile=str(certificate))
+            with pytest.raises(OSError, match=r"(?i)certificate required|reset|closed|EOF"):
+                urlopen(server.url + "/health", timeout=10, context=nobody).close()
         server.signal(signal.SIGTERM)
         assert server.end()[0] == 0
     finally:

@@ -58,6 +58,7 @@ def test_lists_and_flags_in_the_environment() -> None:
         ({}, {"served_model_name": [1]}, {}, "served_model_name in the configuration file"),
         ({}, {"host": 5}, {}, "host in the configuration file='5' must be text"),
         ({"ssl_keyfile": "key"}, {}, {}, "both ssl_keyfile and ssl_certfile"),
+        ({"ssl_ca_certs": "ca"}, {}, {}, "ssl_ca_certs='ca' .*give ssl_keyfile and ssl_certfile"),
     ],
 )
 def test_values_that_cannot_be(

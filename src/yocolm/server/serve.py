@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ def serve(service: Service, listening: socket.socket) -> int:
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_LAST_WORDS,
         ws="none",

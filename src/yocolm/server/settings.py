@@ -225,6 +225,11 @@ def gather(
     settings = ServerSettings(**values)
     if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
         raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile: give both or none")
+    if settings.ssl_ca_certs is not None and settings.ssl_keyfile is None:
+        raise ConfigError(
+            f"ssl_ca_certs={settings.ssl_ca_certs!r} asks for certificates of clients, which needs "
+            "TLS: give ssl_keyfile and ssl_certfile too"
+        )
     return settings
 
 
