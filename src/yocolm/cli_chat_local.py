@@ -19,8 +19,9 @@ class InProcess:
     def __init__(self, arguments: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
         model = arguments.model or "bundled"
         values = {**model_defaults(model, sampling), **sampling}
-        self._params = SamplingParams(**values, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**values, output_kind=RequestOutputKind.DELTA)
         self._llm = LLM(model, dtype=arguments.dtype, device=arguments.device)
+        self._params = self._llm.chat_params(params)
         self._llm.chat_prompt([{"role": "user", "content": "Hi"}])  # now, if it cannot chat
 
     def answer(self, messages: list[Message]) -> Iterator[Piece]:

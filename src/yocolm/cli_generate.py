@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
     if arguments.chat:
         prompt = llm.chat_prompt(_messages(prompt, arguments.system))
+        params = llm.chat_params(params)
     streams = _streams(arguments, params) and llm.get_tokenizer() is not None
     if streams:
         output = _stream(llm, prompt, params, arguments.echo)

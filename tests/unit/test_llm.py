@@ -12,6 +12,7 @@ from tiny import FAMILIES, assert_empty
 from yocolm import LLM, SamplingParams
 from yocolm.config import ModelConfig
 from yocolm.engine.outputs import RequestOutput
+from yocolm.engine.sampling_params import GuidedParams
 from yocolm.errors import ConfigError, RequestError
 from yocolm.fields import write_json
 from yocolm.models.registry import build_model
@@ -192,10 +193,42 @@ def test_chat(llm: LLM, folder: Path) -> None:
         ids_only.chat(messages, **options)
 
 
+def test_turns_end_at_the_models_stop_strings(tmp_path: Path) -> None:
+    """Those of a chat only, and as an end of text does."""
+    llm = LLM(saved(tmp_path, FAMILIES["retention"], stop_strings="oo"), kv_memory="1MB")
+    messages, template = [{"role": "user", "content": "he"}], "{{ messages[0].content }}"
+    token = tokenizer().encode("o")[0]
+    drawn: dict[str, Any] = {"temperature": 0, "max_tokens": 5, "logit_bias": {token: 100}}
+
+    def told(**more: Any) -> tuple[str, str | None, Any]:
+        params = SamplingParams(**drawn, **more)
+        [output] = llm.chat(messages, params, chat_template=template)
+        assert params.stop == list(more.get("stop", ())), "the caller's parameters have changed"
+        sample = output.outputs[0]
+        return sample.text, sample.finish_reason, sample.stop_reason
+
+    assert told() == ("", "stop", "oo")
+    assert told(stop=["x"]) == ("", "stop", "oo")
+    assert told(stop=["o"]) == ("", "stop", "o")
+    assert told(min_tokens=3)[1] == "stop"
+    assert told(ignore_eos=True) == ("ooooo", "length", None)
+    assert told(structured_outputs=GuidedParams(regex="o{5}"))[0] == "ooooo"
+    assert llm.generate("he", SamplingParams(**drawn))[0].outputs[0].text == "ooooo"
+
+
 def test_the_bundled_model_has_a_chat_template() -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     (output,) = LLM().chat(messages, SamplingParams(max_tokens=1, seed=0), tools=[{"name": "f"}])
     assert output.prompt == 'Tools: [{"name": "f"}]\n\nSystem: Be kind.\n\nUser: Hi\n\nAssistant:'
+
+
+def test_a_turn_of_the_bundled_model_ends_where_its_template_ends_it() -> None:
+    messages = [{"role": "user", "content": "Say hello in exactly 3 words."}]
+    params = SamplingParams(max_tokens=None, temperature=0.7, top_p=0.95, seed=1)
+    [output] = LLM().chat(messages, params)
+    sample = output.outputs[0]
+    assert sample.finish_reason == "stop" and sample.stop_reason == "\n\n"
+    assert sample.text and "\n\n" not in sample.text
 
 
 def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,6 +215,17 @@ def test_token_ids_of_generation_config(config_file: Path, name: str, value: obj
     assert load_generation_config(config_file.parent)[name] == [2, 3]
 
 
+def test_stop_strings_of_generation_config(config_file: Path) -> None:
+    path = config_file.parent / "generation_config.json"
+    for value, wanted in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])):
+        path.write_text(json.dumps({"stop_strings": value}))
+        assert load_generation_config(config_file.parent)["stop_strings"] == wanted
+    for value in ("", [""], 5, [5], {"a": 1}):
+        path.write_text(json.dumps({"stop_strings": value}))
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: stop_strings is "):
+            load_generation_config(config_file.parent)
+
+
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_the_saved_dtype(config_file: Path, field: str) -> None:
     wanted = {

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from scripted import say, scripted_engine, spell, tokenizer
-from serving import error_of, events, post, says, service_of
+from serving import TEMPLATE, error_of, events, post, says, service_of
+from yocolm.server.app import make_service
+from yocolm.server.settings import gather
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -216,6 +218,23 @@ def test_defaults_come_from_the_model() -> None:
         CompletionRequest.model_validate({**asked, "temperature": 0.5}), defaults, 20
     )
     assert params.temperature == 0.5
+
+
+def test_turns_end_at_the_models_stop_strings() -> None:
+    """An answer in a chat ends there, a completion goes on."""
+    settings = gather({}, {}, environment={})
+    generation = {"stop_strings": ["ld"]}
+
+    def told(path: str, request: dict[str, Any]) -> Any:
+        engine = scripted_engine(HELLO)
+        service = make_service(engine, TEMPLATE, settings, "tiny", generation)
+        return post(service, path, request).json()["choices"][0]
+
+    answer = told(CHAT, chat())
+    assert answer["message"]["content"] == "hello wor" and answer["finish_reason"] == "stop"
+    assert told(CHAT, chat(stop=" w"))["message"]["content"] == "hello"
+    assert told(CHAT, chat(ignore_eos=True))["message"]["content"] == "hello world world"
+    assert told(COMPLETIONS, body())["text"] == "hello world world"
 
 
 def test_defaults_of_max_tokens() -> None:

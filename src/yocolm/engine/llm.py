@@ -16,7 +16,12 @@ import torch
 from yocolm.chat import ChatTemplate, Messages, encode_chat, load_chat_template
 from yocolm.engine.engine import Engine, Prompt, require_device
 from yocolm.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from yocolm.engine.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from yocolm.engine.sampling_params import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    end_turns,
+)
 from yocolm.engine.settings import EngineSettings
 from yocolm.errors import RequestError
 from yocolm.models.base import CausalLM
@@ -82,7 +87,9 @@ class LLM:
             show_progress=True,
         )
         tokenizer = None if skip_tokenizer_init else load_tokenizer(source)
-        ends = eos_token_ids(config, load_generation_config(source), tokenizer)
+        generation = load_generation_config(source)
+        ends = eos_token_ids(config, generation, tokenizer)
+        self._turn_ends: list[str] = generation.get("stop_strings") or []
         self.engine = Engine(cast(CausalLM, module), config, tokenizer, settings, ends)
         self._folder = source.folder
         self._counter = 0
@@ -133,6 +140,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template.
 
+        An answer ends at an end-of-text token, at ``stop`` of its parameters, and at the
+        ``stop_strings`` of the model's generation_config.json unless ``ignore_eos``.
+
         Args:
             messages: a conversation (dictionaries with role and content), or a list of them.
             sampling_params, use_tqdm: as for ``generate``.
@@ -153,7 +163,12 @@ class LLM:
             )
             for one in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        params = [self.chat_params(one) for one in _params_of(sampling_params, len(prompts))]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def chat_params(self, params: SamplingParams) -> SamplingParams:
+        """Those of an answer in a chat: it also ends at generation_config.json's stop_strings."""
+        return end_turns(params, self._turn_ends)
 
     def chat_prompt(self, messages: Messages, **options: Any) -> Prompt:
         """A conversation as a prompt, text and token ids; options are ``ChatTemplate.render``'s."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
 
@@ -170,6 +171,16 @@ class SamplingParams:
             raise RequestError(
                 f"stop={self.stop!r} needs text: set detokenize=True, or use stop_token_ids"
             )
+
+
+def end_turns(params: SamplingParams, strings: Sequence[str]) -> SamplingParams:
+    """The parameters of an answer in a chat, which also ends at ``strings``: the model's own ends
+    of a turn. They count as its end-of-text tokens do, so ``ignore_eos`` leaves them out; so do
+    token ids without text, and answers of a given form, which end where the form does.
+    """
+    if not strings or params.ignore_eos or not params.detokenize or params.structured_outputs:
+        return params
+    return replace(params, stop=list(dict.fromkeys([*params.stop_strings, *strings])))
 
 
 POOLING_TYPES = ("LAST", "MEAN")

@@ -198,7 +198,9 @@ def load_tokenizer(model: str | Path | ModelSource) -> Tokenizer | None:
 def load_generation_config(model: str | Path | ModelSource) -> dict[str, Any]:
     """generation_config.json, or an empty dictionary.
 
-    Raises CheckpointError naming the file if it is damaged or its token ids are no numbers.
+    ``stop_strings``, at which a chat's turn ends, come as a list.
+    Raises CheckpointError naming the file if it is damaged, its token ids are no numbers or its
+    stop strings no texts.
     """
     source = _source(model)
     path = None if source.folder is None else source.folder / GENERATION_FILE
@@ -210,6 +212,15 @@ def load_generation_config(model: str | Path | ModelSource) -> dict[str, Any]:
             parse_token_ids(name, fields.get(name))
         except ConfigError as error:
             raise CheckpointError(f"{path}: {error}, a list of them, or null") from error
+    strings = fields.get("stop_strings")
+    if strings is not None:
+        listed = [strings] if isinstance(strings, str) else strings
+        if not isinstance(listed, list) or not all(isinstance(s, str) and s for s in listed):
+            raise CheckpointError(
+                f"{path}: stop_strings is {strings!r}; it must be a text that is not empty, a list "
+                "of them, or null"
+            )
+        fields["stop_strings"] = listed
     return fields
 
 

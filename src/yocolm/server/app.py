@@ -71,8 +71,9 @@ def make_service(
     capacity = engine.scheduler.max_num_seqs + settings.max_queue
     given = generation_config or {}
     defaults = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
+    ends = given.get("stop_strings") or ()
     loop = EngineLoop(engine, telemetry, capacity)
-    return Service(engine, loop, telemetry, template, settings, names, defaults)
+    return Service(engine, loop, telemetry, template, settings, names, defaults, ends)
 
 
 def make_app(service: Service) -> FastAPI:

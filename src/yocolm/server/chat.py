@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from yocolm.engine.outputs import CompletionOutput
+from yocolm.engine.sampling_params import end_turns
 from yocolm.errors import RequestError
 from yocolm.server.errors import ApiError, from_request_error
 from yocolm.server.logprobs import chat_logprobs, prompt_logprobs
@@ -19,7 +20,7 @@ from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
 from yocolm.server.params import chat_params, form_field
 from yocolm.server.protocol import ChatRequest, Message, Tool
-from yocolm.server.service import Service, off_loop, request_id_of, unique_ids, usage
+from yocolm.server.service import Service, off_loop, request_id_of, usage
 from yocolm.server.stream import JSON, event, stream_answer, to_json
 from yocolm.server.tools import ToolDelta, ToolParser, make_tool_parser
 
@@ -31,8 +32,9 @@ RESERVED = frozenset(
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a conversation."""
-    body = await service.read(request, ChatRequest)
+    body = await service.read(request, ChatRequest, generates=True)
     params = chat_params(body, service.defaults, service.settings.max_logprobs)
+    params = end_turns(params, service.turn_ends)
     answer_id = request_id_of(request, "chatcmpl-")
     tools = None if body.tool_choice == "none" else body.tools
     text = await render(
@@ -50,8 +52,9 @@ async def chat_completions(service: Service, request: Request) -> Response:
     parser = tool_parser(service, body)
     if parser is not None and parser.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
-    [name] = unique_ids(answer_id, 1)
-    job = await service.job(name, text, params, ChatRequest.model_fields, False, renamed)
+    [job] = await service.jobs(
+        request, answer_id, [text], params, ChatRequest.model_fields, False, renamed
+    )
     writer = ChatWriter(service, body, job, answer_id)
     headers = {"x-request-id": answer_id}
     if body.stream:

@@ -18,12 +18,19 @@ from yocolm.chat import ChatTemplate
 from yocolm.engine.engine import Engine
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import RequestError
-from yocolm.server.errors import ApiError, ClientGone, from_request_error, from_validation_error
+from yocolm.server.errors import (
+    ApiError,
+    ClientGone,
+    from_request_error,
+    from_validation_error,
+    shown,
+)
 from yocolm.server.loop import EngineLoop, Job, Mailbox
 from yocolm.server.settings import ServerSettings
 from yocolm.server.telemetry import Telemetry
 
 SHORT = 4096  # characters or bytes that are worked on without a change of thread
+PER_PROMPT = 100  # the work on a prompt beside its characters, counted in them
 BODY_FLOOR = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a body, per token of the context
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
@@ -43,6 +50,7 @@ class Service:
     settings: ServerSettings
     model_names: tuple[str, ...]
     defaults: Mapping[str, Any]
+    turn_ends: Sequence[str] = ()  # texts at which an answer in a chat ends
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -59,9 +67,16 @@ class Service:
 
     # Bodies
 
-    async def read(self, request: Request, model: type[Model]) -> Model:
-        """The body of a request. Raises ApiError naming the field that is wrong."""
+    async def read(self, request: Request, model: type[Model], generates: bool = False) -> Model:
+        """The body of a request. Raises ApiError naming the field that is wrong.
+
+        ``generates``: its jobs need the engine, so that a server that could not take one is not
+        to spend more work on it.
+        """
         body = await request.body()
+        request.state.arrival = time.monotonic()
+        if generates:
+            self.loop.check_open()
         parsed = await off_loop(len(body), lambda: _parse(model, body))
         self.check_model(getattr(parsed, "model", None))
         return parsed
@@ -69,7 +84,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model_names:
             raise ApiError(
-                f"model={name!r} does not exist here; this server has: "
+                f"model={shown(name)} does not exist here; this server has: "
                 f"{', '.join(self.model_names)}",
                 404,
                 param="model",
@@ -79,43 +94,61 @@ class Service:
 
     # Jobs
 
-    async def job(
+    async def jobs(
         self,
-        request_id: str,
-        prompt: str | list[int],
+        request: Request,
+        answer_id: str,
+        prompts: Sequence[str | list[int]],
         params: Any,
         fields: Mapping[str, Any],
         special_tokens: bool = True,
         renamed: Mapping[str, str] | None = None,
         max_tokens: int | None = None,
-    ) -> Job:
-        """Tokenise and check one prompt; long ones in another thread.
+    ) -> list[Job]:
+        """Tokenise and check the prompts of a request; where they are long, in another thread.
 
         Args:
+            answer_id: what the ids of the jobs begin with.
             params: SamplingParams, whose ``max_tokens`` of None becomes ``max_tokens`` or, if that
                 is None too, what there is room for.
             fields: those of the body, which messages may name.
             special_tokens: whether the tokenizer adds BOS to a text.
         """
-        work = len(prompt) + SHORT * (getattr(params, "structured_outputs", None) is not None)
-        text = prompt if isinstance(prompt, str) else None
+        self.loop.check_open(len(prompts) * samples_of(params))
+        names = unique_ids(answer_id, len(prompts))
+        arrival: float = request.state.arrival
 
-        def work_on() -> Job:
-            ids: Any = prompt
-            tokenizer = self.engine.tokenizer
-            if text is not None and tokenizer is not None:
-                ids = tokenizer.encode(text, add_special_tokens=special_tokens)
+        def job(name: str, prompt: str | list[int]) -> Job:
+            ids = self._encode(prompt, special_tokens)
             bounded = params
-            if not isinstance(ids, str) and isinstance(params, SamplingParams):
+            if isinstance(ids, list) and isinstance(params, SamplingParams):
                 bounded = self._bounded(params, len(ids), renamed or {}, max_tokens)
-            return Job(
-                request_id, self.engine.validate(ids, bounded), bounded, text, samples_of(bounded)
-            )
+            checked = self.engine.validate(ids, bounded)
+            text = prompt if isinstance(prompt, str) else None
+            return Job(name, checked, bounded, text, samples_of(bounded), arrival)
 
+        def work() -> list[Job]:
+            return [job(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+
+        size = sum(map(len, prompts)) + PER_PROMPT * len(prompts)
+        size += SHORT * (getattr(params, "structured_outputs", None) is not None)
         try:
-            return await off_loop(work, work_on)
+            return await off_loop(size, work)
         except RequestError as error:
             raise from_request_error(error, fields, renamed) from error
+
+    def _encode(self, prompt: str | list[int], special_tokens: bool) -> str | list[int]:
+        """Token ids; a text that cannot fit, however it is cut, is refused before."""
+        tokenizer = self.engine.tokenizer
+        if not isinstance(prompt, str) or tokenizer is None:
+            return prompt
+        fewest, limit = tokenizer.fewest_tokens(prompt), self.engine.max_model_len
+        if fewest > limit:
+            raise RequestError(
+                f"a prompt of {len(prompt)} characters, which are at least {fewest} tokens, "
+                f"exceeds max_model_len={limit}: shorten it"
+            )
+        return tokenizer.encode(prompt, add_special_tokens=special_tokens)
 
     def _bounded(
         self, params: SamplingParams, length: int, renamed: Mapping[str, str], default: int | None
@@ -123,6 +156,14 @@ class Service:
         """``max_tokens`` within the context: chosen where it is open, refused where it is not."""
         room = self.most_tokens - length
         if params.max_tokens is None:
+            if params.min_tokens > room > 0:
+                raise ApiError(
+                    f"min_tokens={params.min_tokens} and a prompt of {length} tokens exceed the "
+                    f"{self.most_tokens} tokens that a sequence may have: lower min_tokens, or "
+                    "shorten the prompt",
+                    param="min_tokens",
+                    code="context_length_exceeded",
+                )
             chosen = room if default is None else min(room, default)
             return replace(params, max_tokens=max(1, chosen, params.min_tokens))
         if length <= self.engine.max_model_len < length + params.max_tokens:
