@@ -7,6 +7,7 @@ cl100k_base with every id shifted by four. Both share the surface of `Tokenizer`
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 RANKS_FILE = "cl100k_base.tiktoken"
+LONG = 4096  # characters, from which on other threads run while a text is encoded
 
 # tiktoken's pattern for cl100k_base: how text is cut before the byte pairs are merged.
 CL100K_PATTERN = (
@@ -70,6 +72,11 @@ class Tokenizer(ABC):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens (BOS) where the model was trained with them."""
 
+    def fewest_tokens(self, text: str) -> int:
+        """A bound from below on the length of ``encode(text)`` that costs nothing to find; 0 where
+        none is known."""
+        return 0
+
     def opening(self) -> list[int]:
         """What `encode` puts before every text: BOS where the model was trained with it."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
@@ -110,6 +117,7 @@ class JsonTokenizer(Tokenizer):
         self._special = frozenset(index for index, token in added.items() if token.special)
         self._bytewise = isinstance(inner.decoder, decoders.ByteLevel)
         self._pieces: dict[int, bytes] = {}
+        self._longest = _longest_token(inner)
 
     @classmethod
     def from_folder(cls, folder: Path, ids: Mapping[str, Any]) -> JsonTokenizer:
@@ -126,11 +134,18 @@ class JsonTokenizer(Tokenizer):
         return cls(inner, bos[0] if bos else None, eos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            encoding = self.inner.encode(text, add_special_tokens=add_special_tokens)
+        else:  # unlike encode, this lets other threads run meanwhile
+            [encoding] = self.inner.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         # The text itself may spell the BOS token that the post-processor adds as well.
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
             return ids[1:]
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        return 0 if self._longest is None else -(-len(text) // self._longest)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -180,6 +195,7 @@ class AuthorsTokenizer(Tokenizer):
             self._bytes[index] = name.encode()
         specials = {rank + ID_SHIFT for rank in AUTHORS_SPECIALS.values()}
         self._special = frozenset(specials | set(range(ID_SHIFT)))
+        self._longest = max(map(len, self._bytes.values()))
 
     @classmethod
     def from_folder(cls, folder: Path | None = None) -> AuthorsTokenizer:
@@ -192,6 +208,9 @@ class AuthorsTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = [rank + ID_SHIFT for rank in self._encoding.encode(text, allowed_special="all")]
         return [BOS, *ids] if add_special_tokens else ids
+
+    def fewest_tokens(self, text: str) -> int:
+        return -(-len(text) // self._longest)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
@@ -339,6 +358,56 @@ def _named_id(inner: tokenizers.Tokenizer, token: Any, ids: Any) -> tuple[int, .
     if isinstance(ids, int):
         return (ids,)
     return tuple(ids) if isinstance(ids, (list, tuple)) else ()
+
+
+def _longest_token(inner: tokenizers.Tokenizer) -> int | None:
+    """The most characters of a text that one token stands for; None where that has no bound that
+    we know, as when a normaliser drops characters or one "unknown" stands for many."""
+    model = inner.model
+    if not isinstance(model, tokenizers.models.BPE) or inner.truncation is not None:
+        return None
+    added = inner.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # they take all the white space beside them
+    parts = [_state(inner.normalizer), _state(inner.pre_tokenizer)]
+    steps = [step for part in parts for step in _steps(part)]
+    if not all(map(_keeps_all, steps)):
+        return None
+    names = [step["type"] for step in steps]
+    every_byte = _CHAR_OF_BYTE.values() if "ByteLevel" in names else ()
+    if model.byte_fallback and not every_byte:
+        every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = inner.get_vocab()
+    if not every_byte or not all(name in vocab for name in every_byte):
+        return None  # what is not in the vocabulary is dropped, or joined to one "unknown"
+    return max(map(len, vocab))
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    """A normaliser or pre-tokenizer as `tokenizer.json` describes it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _steps(state: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
+    """The state's steps, those of sequences one by one."""
+    if state is None:
+        return
+    if state["type"] != "Sequence":
+        yield state
+        return
+    for inner in state.get("normalizers") or state.get("pretokenizers") or ():
+        yield from _steps(inner)
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether a step never makes a text shorter, in characters."""
+    kind = step["type"]
+    if kind == "Replace":
+        old = step["pattern"].get("String")
+        return old is not None and len(step["content"]) >= len(old)
+    if kind in ("Split", "Punctuation"):
+        return step["behavior"] != "Removed"
+    return kind in ("Prepend", "ByteLevel", "Metaspace", "Digits")
 
 
 def _byte_chars() -> dict[int, str]:

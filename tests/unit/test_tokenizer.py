@@ -3,10 +3,12 @@
 import importlib.util
 import os
 import sys
+import threading
 import time
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -113,6 +115,82 @@ def authors(request: pytest.FixtureRequest) -> AuthorsTokenizer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
         return AuthorsTokenizer.from_folder()
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """Nobody is made to give way here: the other thread gets its turn during the call, or after."""
+    tokenizer, text = byte_level(), "hello, naïve world " * 20_000
+    begun, done, before = threading.Event(), [], sys.getswitchinterval()
+
+    def encode() -> None:
+        begun.set()
+        done.append(tokenizer.encode(text))
+
+    thread = threading.Thread(target=encode)
+    sys.setswitchinterval(1000)  # seconds
+    try:
+        thread.start()
+        begun.wait()
+        seen = list(done)
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert not seen
+    assert done == [tokenizer.inner.encode(text).ids]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(max_size=40) | st.text("helLw ▁thecat", max_size=40))
+def test_the_fewest_tokens_bound_the_number(make: type, text: str) -> None:
+    tokenizer = make()
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert tokenizer.fewest_tokens("x" * 1000) > 50
+
+
+def _changed(**parts: Any) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer.from_str(byte_level().inner.to_str())
+    for name, part in parts.items():
+        setattr(inner, name, part)
+    return inner
+
+
+def _with_greedy_token() -> tokenizers.Tokenizer:
+    inner = _changed()
+    inner.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    return inner
+
+
+def _truncating() -> tokenizers.Tokenizer:
+    inner = _changed()
+    inner.enable_truncation(3)
+    return inner
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        _changed(normalizer=normalizers.Strip()),
+        _changed(normalizer=normalizers.Replace("aa", "a")),
+        _changed(normalizer=normalizers.Replace(tokenizers.Regex(" +"), " ")),
+        _changed(normalizer=normalizers.Sequence([normalizers.Prepend("x"), normalizers.NFKC()])),
+        _changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+        _changed(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+        _changed(model=models.BPE(vocab={"a": 0}, merges=[])),  # drops all that it does not know
+        _changed(model=models.WordLevel({"<unk>": 0}, "<unk>")),
+        _with_greedy_token(),
+        _truncating(),
+    ],
+)
+def test_no_bound_where_text_may_shrink(inner: tokenizers.Tokenizer) -> None:
+    assert JsonTokenizer(inner).fewest_tokens(" " * 10_000) == 0
+
+
+def test_bounds_of_real_tokenizers(authors: AuthorsTokenizer) -> None:
+    for tokenizer in (JsonTokenizer.from_folder(BUNDLED, {}), authors):
+        for text in TEXTS:
+            assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, False))
+        assert tokenizer.fewest_tokens("x" * 100_000) > 100
 
 
 @pytest.mark.parametrize("text", TEXTS)

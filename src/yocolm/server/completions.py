@@ -16,7 +16,7 @@ from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
 from yocolm.server.params import completion_params, form_field
 from yocolm.server.protocol import CompletionRequest
-from yocolm.server.service import Service, request_id_of, unique_ids, usage
+from yocolm.server.service import Service, request_id_of, usage
 from yocolm.server.stream import DONE, EVENTS, JSON, event, stream_answer, to_json
 
 MAX_TOKENS = 16  # OpenAI's default
@@ -24,7 +24,7 @@ MAX_TOKENS = 16  # OpenAI's default
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue prompts."""
-    body = await service.read(request, CompletionRequest)
+    body = await service.read(request, CompletionRequest, generates=True)
     scores = body.logprobs is not None or body.prompt_logprobs is not None
     only_echo = body.max_tokens == 0 and bool(body.echo) and not scores
     asked = body.model_copy(update={"max_tokens": 1}) if only_echo else body
@@ -34,18 +34,16 @@ async def completions(service: Service, request: Request) -> Response:
     renamed = {"structured_outputs": form_field(body)}
     if body.prompt_logprobs is None:
         renamed["prompt_logprobs"] = "logprobs"
-    jobs = [
-        await service.job(
-            name,
-            prompt,
-            params,
-            CompletionRequest.model_fields,
-            body.add_special_tokens is not False,
-            renamed,
-            MAX_TOKENS,
-        )
-        for name, prompt in zip(unique_ids(answer_id, len(prompts)), prompts, strict=True)
-    ]
+    jobs = await service.jobs(
+        request,
+        answer_id,
+        prompts,
+        params,
+        CompletionRequest.model_fields,
+        body.add_special_tokens is not False,
+        renamed,
+        MAX_TOKENS,
+    )
     writer = CompletionWriter(service, body, jobs, answer_id)
     headers = {"x-request-id": answer_id}
     if only_echo:

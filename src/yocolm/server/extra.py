@@ -17,7 +17,7 @@ from yocolm.server.chat import extra_variables, render
 from yocolm.server.completions import prompts_of
 from yocolm.server.errors import ApiError, unavailable
 from yocolm.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from yocolm.server.service import Service, off_loop, request_id_of, unique_ids
+from yocolm.server.service import Service, off_loop, request_id_of
 from yocolm.tokenizer import Tokenizer
 
 
@@ -48,18 +48,16 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 async def embeddings(service: Service, request: Request) -> Response:
     """Final hidden states of prompts, pooled."""
-    body = await service.read(request, EmbeddingRequest)
+    body = await service.read(request, EmbeddingRequest, generates=True)
     answer_id = request_id_of(request, "embd-")
     prompts = prompts_of(body.input)
     normalize = body.normalize is not False
     pooling = body.pooling or service.settings.pooling
     params = PoolingParams(pooling_type=pooling.upper(), normalize=normalize)
-    jobs = [
-        await service.job(
-            name, prompt, params, EmbeddingRequest.model_fields, renamed={"prompt": "input"}
-        )
-        for name, prompt in zip(unique_ids(answer_id, len(prompts)), prompts, strict=True)
-    ]
+    renamed = {"prompt": "input"}
+    jobs = await service.jobs(
+        request, answer_id, prompts, params, EmbeddingRequest.model_fields, renamed=renamed
+    )
     async with service.answering(request, jobs) as box:
         outputs = await box.take_all()
     data = [
