@@ -13,6 +13,7 @@ import torch
 
 from scripted import say, scripted_engine
 from serving import client_of, error_of, events, service_of, talk
+from yocolm.engine.answers import Answer
 from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server import loop
 from yocolm.server.errors import ApiError, ClientGone
@@ -136,6 +137,79 @@ def test_a_failure_in_the_middle_of_a_stream(monkeypatch: pytest.MonkeyPatch) ->
         chunks = events(await client.post(PATH, json=body(9, stream=True)))
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "oo"
         assert "broken" in chunks[-1]["error"]["message"]
+
+    talk(service, work)
+
+
+@pytest.mark.parametrize("place", ["extend", "keep_prompt_scores", "output"])
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_that_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch, place: str, streams: bool
+) -> None:
+    """It fails alone; the engine and the other requests go on."""
+    service = service_of(scripted_engine(ENDLESS))
+    original = getattr(Answer, place)
+
+    def fail_long(self: Answer, *arguments: Any) -> Any:
+        if self.request.params.n == 2:
+            raise KeyError("no such token")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Answer, place, fail_long)
+    bad = body(n=2, prompt="hello he", prompt_logprobs=1, stream=streams)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        with paused(service) as gate:
+            requests = (bad, body(), body(prompt_logprobs=0))
+            tasks = [asyncio.create_task(client.post(PATH, json=fields)) for fields in requests]
+            await until(lambda: service.loop._load == 4)
+            gate.set()
+            failure, *others = await asyncio.gather(*tasks)
+        assert "the answer failed: 'no such token'" in error_of(failure, 500)["message"]
+        assert [answer.json()["choices"][0]["text"] for answer in others] == ["oooo"] * 2
+        assert (await client.get("/health")).status_code == 200
+
+    talk(service, work)
+
+
+def test_an_output_that_cannot_be_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = service_of(scripted_engine(ENDLESS))
+    output = service.telemetry.output
+
+    def fail_long(job: Job, *arguments: Any) -> None:
+        if job.samples == 2:
+            raise KeyError("a bug")
+        output(job, *arguments)
+
+    monkeypatch.setattr(service.telemetry, "output", fail_long)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        with paused(service) as gate:
+            tasks = [asyncio.create_task(client.post(PATH, json=body(n=n))) for n in (1, 2, 1)]
+            await until(lambda: service.loop._load == 4)
+            gate.set()
+            answers = await asyncio.gather(*tasks)
+        assert [answer.status_code for answer in answers] == [200, 500, 200]
+        assert service.loop._load == 0
+
+    talk(service, work)
+
+
+def test_a_request_that_the_engine_chokes_on() -> None:
+    service = service_of(scripted_engine(ENDLESS))
+    enqueue: Any = service.engine.enqueue
+
+    def fail_long(request_id: str, ids: Any, params: Any, *arguments: Any) -> None:
+        if params.n == 2:
+            raise OSError("no room")
+        enqueue(request_id, ids, params, *arguments)
+
+    service.engine.enqueue = fail_long
+
+    async def work(client: httpx.AsyncClient) -> None:
+        error = error_of(await client.post(PATH, json=body(n=2)), 500)
+        assert "could not take it: no room" in error["message"]
+        assert (await client.post(PATH, json=body())).status_code == 200
 
     talk(service, work)
 

@@ -103,13 +103,34 @@ class Answer:
             finished=request.finished,
             error=request.error,
             embedding=self._embedding(),
-            metrics=RequestMetrics(
-                arrival_time=request.arrival,
-                first_scheduled_time=request.first_scheduled,
-                first_token_time=request.first_token,
-                finished_time=request.ended,
-                num_preemptions=request.num_preemptions,
-            ),
+            metrics=self._metrics(),
+        )
+
+    def failure(self) -> RequestOutput:
+        """The end of a request for which ``output`` raised: its error, and nothing of its samples.
+
+        FINAL_ONLY or not, this is the last that is delivered.
+        """
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=None,
+            outputs=[],
+            finished=True,
+            error=request.error,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        request = self.request
+        return RequestMetrics(
+            arrival_time=request.arrival,
+            first_scheduled_time=request.first_scheduled,
+            first_token_time=request.first_token,
+            finished_time=request.ended,
+            num_preemptions=request.num_preemptions,
         )
 
     def _embedding(self) -> list[float] | None:

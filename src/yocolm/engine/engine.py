@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ from yocolm.models.base import CausalLM
 from yocolm.models.spec import model_spec
 from yocolm.tokenizer import Tokenizer
 
+log = logging.getLogger("yocolm.engine")
+STEP_FAILED = "the step failed"  # how the error of a request begins whose step raised
 Prompt = str | Series[int] | Mapping[str, Any]
 
 
@@ -170,7 +173,7 @@ class Engine:
         if answer is None:
             return None
         for seq in self.scheduler.abort(request_id):
-            answer.end(seq)
+            self._end(answer, seq)
         return next(self._deliver([request_id]))
 
     def has_unfinished_requests(self) -> bool:
@@ -198,10 +201,10 @@ class Engine:
     def _advance(self) -> list[Sequence]:
         plan = self.scheduler.schedule(time.monotonic())
         outputs = self._run(plan)
-        self._keep_prompt_scores(plan, outputs)
+        failed = self._keep_prompt_scores(plan, outputs)
         changed = self.scheduler.update(plan, [output.result for output in outputs])
-        self._keep_samples(plan, outputs, changed)
-        return changed
+        failed += self._keep_samples(plan, outputs, changed)
+        return changed + failed
 
     def _run(self, plan: Plan) -> list[EntryOutput]:
         """Run the plan; what it raises (out of memory, most of all) fails the requests in the step.
@@ -212,7 +215,7 @@ class Engine:
             return self.runner.run(plan)
         except Exception as error:  # whatever it is, the engine and the other requests go on
             self.scheduler.preempt_all()
-            reason = f"the step failed: {error}"
+            reason = f"{STEP_FAILED}: {error}"
             return [EntryOutput(StepResult(error=reason)) for _ in plan.scheduled]
 
     # Prompts
@@ -289,21 +292,31 @@ class Engine:
 
     # Results
 
-    def _keep_prompt_scores(self, plan: Plan, outputs: list[EntryOutput]) -> None:
+    def _keep_prompt_scores(self, plan: Plan, outputs: list[EntryOutput]) -> list[Sequence]:
+        """Returns the sequences whose request failed of it."""
+        failed: list[Sequence] = []
         for entry, output in zip(plan.scheduled, outputs, strict=True):
             if output.result.error is not None:
                 continue
             answer = self._answers[entry.seq.request.request_id]
-            if output.prompt_scores:
-                positions = [entry.start + row + 1 for row in entry.rows[: entry.num_scored]]
-                answer.keep_prompt_scores(positions, output.prompt_scores)
-            if output.pooled is not None:
-                answer.keep_pooled(entry.start + entry.rows[0], output.pooled)
+            try:
+                if output.prompt_scores:
+                    positions = [entry.start + row + 1 for row in entry.rows[: entry.num_scored]]
+                    answer.keep_prompt_scores(positions, output.prompt_scores)
+                if output.pooled is not None:
+                    answer.keep_pooled(entry.start + entry.rows[0], output.pooled)
+            except Exception as error:  # of the tokenizer, say: the other requests go on
+                failed += self._fail(answer, error)
+        return failed
 
     def _keep_samples(
         self, plan: Plan, outputs: list[EntryOutput], changed: list[Sequence]
-    ) -> None:
-        """Add the tokens drawn in this step to texts and logprobs, and look for stop strings."""
+    ) -> list[Sequence]:
+        """Add the tokens drawn in this step to texts and logprobs, and look for stop strings.
+
+        Returns the sequences whose request failed of it.
+        """
+        failed: list[Sequence] = []
         scores = {
             (entry.seq.request.request_id, entry.seq.index + i): score
             for entry, output in zip(plan.scheduled, outputs, strict=True)
@@ -314,13 +327,31 @@ class Engine:
             request = seq.request
             answer = self._answers[request.request_id]
             if seq.finish_reason == "error" or not seq.num_output:
-                answer.end(seq)
+                self._end(answer, seq)
                 continue
             if request.first_token is None:
                 request.first_token = now
-            stop = answer.extend(seq, scores.get((request.request_id, seq.index)))
+            try:
+                stop = answer.extend(seq, scores.get((request.request_id, seq.index)))
+            except Exception as error:
+                failed += self._fail(answer, error)
+                continue
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
+        return failed
+
+    def _end(self, answer: Answer, seq: Sequence) -> None:
+        try:
+            answer.end(seq)
+        except Exception as error:
+            self._fail(answer, error)
+
+    def _fail(self, answer: Answer, error: Exception) -> list[Sequence]:
+        """End a request whose answer cannot be told; returns its sequences."""
+        request = answer.request
+        log.error("the answer to request %s failed", request.request_id, exc_info=error)
+        self.scheduler.fail(request, request.error or f"the answer failed: {error}")
+        return request.sequences
 
     def _deliver(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
         for request_id in request_ids:
@@ -330,7 +361,13 @@ class Engine:
             if answer.request.finished:
                 answer.request.ended = time.monotonic()
                 del self._answers[request_id]
-            output = answer.output()
+            try:
+                output = answer.output()
+            except Exception as error:
+                self._fail(answer, error)
+                self._answers.pop(request_id, None)
+                answer.request.ended = time.monotonic()
+                output = answer.failure()
             if output is not None:
                 yield output
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from yocolm.engine.engine import Engine
+from yocolm.engine.engine import STEP_FAILED, Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.errors import RequestError
 from yocolm.server.errors import ApiError, failed, unavailable
@@ -27,8 +27,6 @@ from yocolm.server.outputs import Output, Parts
 from yocolm.server.telemetry import Telemetry, about
 
 log = logging.getLogger("yocolm.server")
-_STEP_FAILED = "the step failed"
-_POLL = 1.0  # seconds between looks at the queue when idle, should a wake-up get lost
 
 
 @dataclass
@@ -237,12 +235,17 @@ class EngineLoop:
 
     def close(self, box: Mailbox) -> None:
         """Forget a mailbox; what is unfinished of its jobs is aborted before the next step."""
+        for job in self._drop(box):
+            self.telemetry.finished(job, "abort", time.monotonic())
+
+    def _drop(self, box: Mailbox) -> list[Job]:
+        """Forget and abort the jobs of a mailbox that are unfinished; returns them."""
         left = [job for job in box.jobs if job.request_id in self._boxes]
         for job in left:
             self._forget(job)
-            self.telemetry.finished(job, "abort", time.monotonic())
         if left and self.death is None:
             self._call(lambda: self._thread_abort([job.request_id for job in left]))
+        return left
 
     def _forget(self, job: Job) -> None:
         if self._boxes.pop(job.request_id, None) is not None:
@@ -266,14 +269,23 @@ class EngineLoop:
                 if found is None:
                     continue  # closed meanwhile
                 box, job = found
-                self.telemetry.output(job, output, now)
-                box.push(output)
-                if output.finished:
-                    self._forget(job)
-                    reason = "error" if output.error is not None else job.finish_reason
-                    self.telemetry.finished(job, reason or "stop", now, output.metrics)
-                    if output.error is not None:
-                        log.error("request failed", extra=about(job, error=output.error))
+                try:
+                    self._deliver_one(box, job, output, now)
+                except Exception:  # the others, already out of the outbox, still get theirs
+                    log.exception("an output could not be delivered")
+                    box.fail(failed("an unexpected error; see the server's log"))
+                    self._drop(box)
+
+    def _deliver_one(self, box: Mailbox, job: Job, output: Output, now: float) -> None:
+        self.telemetry.output(job, output, now)
+        box.push(output)
+        if not output.finished:
+            return
+        self._forget(job)
+        reason = "error" if output.error is not None else job.finish_reason
+        self.telemetry.finished(job, reason or "stop", now, output.metrics)
+        if output.error is not None:
+            log.error("request failed", extra=about(job, error=output.error))
 
     def _die(self, reason: str) -> None:
         if self.death is None:
@@ -292,7 +304,7 @@ class EngineLoop:
                 self.step_seconds += time.perf_counter() - begin
                 self.telemetry.stepped()
                 self._thread_send(outputs)
-                if any((o.error or "").startswith(_STEP_FAILED) for o in outputs):
+                if any((o.error or "").startswith(STEP_FAILED) for o in outputs):
                     self._thread_probe()
         except BaseException as error:  # whatever it is, everybody who waits has to be told
             log.exception("the engine has stopped")
@@ -309,7 +321,7 @@ class EngineLoop:
                 return True
             with self._awake:
                 if not self._commands:
-                    self._awake.wait(_POLL)
+                    self._awake.wait()
 
     def _thread_add(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -317,6 +329,9 @@ class EngineLoop:
                 self.engine.enqueue(job.request_id, job.ids, job.params, job.text, job.arrival)
             except RequestError as error:
                 self._thread_send([_failure(job, str(error))])
+            except Exception as error:  # of a library that a grammar needs, say
+                log.exception("request %s could not be queued", job.request_id)
+                self._thread_send([_failure(job, f"the engine could not take it: {error}")])
 
     def _thread_abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
