@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("yocolm.server")
 _PHASES = {
-    "self_prefill": ("write_seconds", "the self-decoder and the projection of the global KV"),
-    "kv_finalize": ("commit_seconds", "what a step has written becomes current"),
-    "cross_decode": ("read_seconds", "the cross-decoder, for the rows that are needed"),
-    "sample": ("sample_seconds", "logits, logprobs and draws"),
+    "self_prefill": "write_seconds",  # the self-decoder and the projection of the global KV
+    "kv_finalize": "commit_seconds",  # what a step has written becomes current
+    "cross_decode": "read_seconds",  # the cross-decoder, for the rows that are needed
+    "sample": "sample_seconds",  # logits, logprobs and draws
 }
 _MODEL_PASS = "seconds of the host in each phase of the steps"
 
@@ -78,14 +78,16 @@ class Telemetry:
     def output(self, job: Job, output: RequestOutput, now: float) -> None:
         """Something new of a job, at ``now``."""
         new = sum(len(sample.token_ids) for sample in output.outputs)
-        for sample in output.outputs if new else ():
+        for sample in output.outputs:
             job.finish_reason = sample.finish_reason or job.finish_reason
+        served = output.finished and output.error is None  # embeddings, say, draw nothing
+        if job.first_token is None and (new or served):
+            self._prompt_tokens.add(len(job.ids))
         if not new:
             return
         if job.first_token is None:
             job.first_token = now
             self._to_first.observe(now - job.arrival)
-            self._prompt_tokens.add(len(job.ids))
         elif job.last_token is not None:
             self._between.observe(now - job.last_token)
         job.last_token = now
@@ -160,7 +162,7 @@ def _register_engine(registry: Registry, engine: Engine) -> None:
         "tokens that the second half never saw: nobody needed their output",
         ReadCounter(lambda: stats.write_tokens - stats.read_rows),
     )
-    for phase, (name, _) in _PHASES.items():
+    for phase, name in _PHASES.items():
         register(
             "phase_seconds_total",
             _MODEL_PASS,
