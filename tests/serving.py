@@ -33,7 +33,8 @@ def service_of(engine: Engine, **settings: Any) -> Service:
 async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """A client; the engine's thread runs meanwhile, and has nothing left at the end."""
     app = make_app(service)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    root = service.settings.root_path  # paths then begin with it, as uvicorn hands them on
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False, root_path=root)
     service.loop.start()
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -30,6 +30,7 @@ def test_options_of_the_command_line() -> None:
     assert arguments.model == "some/folder" and settings.port == 0
     assert settings.api_key == ("a", "b") and settings.max_model_len == 32768
     assert settings.log_requests and not settings.access_log
+    assert gather({"root_path": "/llm/"}, environment={}).root_path == "/llm"
     assert settings.request_timeout == 2.5 and settings.kv_memory == "1GiB"
     options = vars(parse(["serve"]))
     assert all(options[item.name] is None for item in fields(ServerSettings))
@@ -37,7 +38,7 @@ def test_options_of_the_command_line() -> None:
 
 
 def test_lists_and_flags_in_the_environment() -> None:
-    environment = {"YOCOLM_API_KEY": "a,b", "YOCOLM_LOG_REQUESTS": "on", "YOCOLM_PORT": "80"}
+    environment = {"YOCOLM_API_KEY": "a, b", "YOCOLM_LOG_REQUESTS": "on", "YOCOLM_PORT": "80"}
     settings = gather({}, environment=environment)
     assert settings.api_key == ("a", "b") and settings.log_requests and settings.port == 80
 
@@ -58,6 +59,7 @@ def test_lists_and_flags_in_the_environment() -> None:
         ({}, {"served_model_name": [1]}, {}, "served_model_name in the configuration file"),
         ({}, {"host": 5}, {}, "host in the configuration file='5' must be text"),
         ({"ssl_keyfile": "key"}, {}, {}, "both ssl_keyfile and ssl_certfile"),
+        ({"root_path": "llm"}, {}, {}, "--root-path='llm' must begin with /"),
         ({"ssl_ca_certs": "ca"}, {}, {}, "ssl_ca_certs='ca' .*give ssl_keyfile and ssl_certfile"),
     ],
 )

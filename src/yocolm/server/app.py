@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from yocolm import __version__
 from yocolm.chat import ChatTemplate
 from yocolm.engine.engine import Engine
+from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import ConfigError, RequestError
 from yocolm.server import chat, completions, extra, protocol
 from yocolm.server.errors import ApiError, ClientGone, failed
@@ -71,6 +72,13 @@ def make_service(
     capacity = engine.scheduler.max_num_seqs + settings.max_queue
     given = generation_config or {}
     defaults = {name: given[name] for name in DEFAULTS if given.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ConfigError(
+            f"generation_config.json of model {model_name}: {error}; correct the file, or start "
+            "with --generation-config none"
+        ) from error
     ends = given.get("stop_strings") or ()
     loop = EngineLoop(engine, telemetry, capacity)
     return Service(engine, loop, telemetry, template, settings, names, defaults, ends)
@@ -92,7 +100,6 @@ def make_app(service: Service) -> FastAPI:
         title="yocolm",
         description="OpenAI-compatible API of a decoder-decoder language model.",
         version=__version__,
-        root_path=settings.root_path,
         lifespan=lifespan,
     )
     for path, handler in _GETS.items():
@@ -105,6 +112,9 @@ def make_app(service: Service) -> FastAPI:
             description=handler.__doc__ or "",
             responses=_responses(path),
             openapi_extra={"parameters": [_NAME]} if "{name" in path else None,
+        )
+        app.add_api_route(
+            path, _endpoint(service, handler), methods=["HEAD"], include_in_schema=False
         )
     for path, (handler, body) in _POSTS.items():
         app.add_api_route(

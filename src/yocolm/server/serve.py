@@ -102,6 +102,7 @@ def serve(service: Service, listening: socket.socket) -> int:
     settings = service.settings
     config = uvicorn.Config(
         make_app(service),
+        root_path=settings.root_path,
         log_config=None,
         access_log=settings.access_log,
         server_header=False,

@@ -25,6 +25,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _path(value: Any) -> str:
+    if value and not (isinstance(value, str) and value.startswith("/") and value.isascii()):
+        raise ValueError("must begin with / and be ASCII, such as /llm")
+    return (value or "").rstrip("/")
+
+
 def _one_of(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:
@@ -72,9 +78,12 @@ def _flag(value: Any) -> bool:
 def _texts(value: Any) -> tuple[str, ...]:
     """Several texts: a list, or one text with commas between them."""
     items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(i, str) and i for i in items):
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+        raise ValueError("must be a list of texts")
+    texts = tuple(item.strip() for item in items)
+    if not all(texts):
         raise ValueError("must be a list of texts that are not empty")
-    return tuple(items)
+    return texts
 
 
 def _memory(value: Any) -> Any:
@@ -96,7 +105,7 @@ class ServerSettings:
 
     host: str = _option("127.0.0.1", _text, "address to listen on", "network", "HOST")
     port: int = _option(8000, _count(0, 65535), "port to listen on; 0: any", "network", "PORT")
-    root_path: str = _option("", str, "path under which a proxy serves us", "network", "PATH")
+    root_path: str = _option("", _path, "path under which a proxy serves us", "network", "PATH")
     api_key: tuple[str, ...] = _option(
         (), _texts, "key that clients must send; repeatable", "network", "KEY"
     )
