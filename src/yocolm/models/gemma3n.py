@@ -13,14 +13,12 @@ Tensor names are transformers', up to the stacking of projections of one input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma3n import Gemma3nConfig
@@ -34,6 +32,7 @@ from yocolm.models.gemma import (
     gemma_ropes,
 )
 from yocolm.models.layers import (
+    Decoder,
     Embedding,
     Linear,
     RMSNorm,
@@ -197,13 +196,12 @@ class DecoderLayer(nn.Module):
         return self.altup.correct(x, mixing, error, gains, own)
 
 
-class Gemma3n(nn.Module):
+class Gemma3n(Decoder):
     """The whole model; see ``models/base.py`` for the contract of its four methods."""
 
     def __init__(self, config: Gemma3nConfig) -> None:
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         size, others = config.hidden_size, config.altup_num_inputs - 1
         self.embed_tokens = Embedding(config.vocab_size, size, config.embed_scale, round_scale=True)
         self.per_layer = PerLayerInputs(config)
@@ -273,12 +271,6 @@ class Gemma3n(nn.Module):
         own = self.per_layer(embedded, batch.tokens, first, stop)
         layers: list[Any] = list(self.layers)[first:stop]
         return list(zip(layers, own, strict=True))
-
-    def _run(self, part: Callable[..., Any], *args: object) -> Any:
-        """Call a layer or half of one, recomputing activations in the backward pass if so set."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(part, *args, use_reentrant=False)
-        return part(*args)
 
 
 def _as_large(x: Tensor, like: Tensor) -> Tensor:

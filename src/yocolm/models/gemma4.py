@@ -12,13 +12,11 @@ Tensor names are transformers', up to the stacking of projections of one input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma4 import ExpertsConfig, Gemma4Config
@@ -31,7 +29,15 @@ from yocolm.models.gemma import (
     gelu,
     gemma_ropes,
 )
-from yocolm.models.layers import Embedding, Linear, RMSNorm, init_weights, own_dtype, soft_cap
+from yocolm.models.layers import (
+    Decoder,
+    Embedding,
+    Linear,
+    RMSNorm,
+    init_weights,
+    own_dtype,
+    soft_cap,
+)
 from yocolm.ops.norm import rms_norm
 from yocolm.ops.rope import Rotation
 
@@ -139,13 +145,12 @@ class DecoderLayer(nn.Module):
         return self.post_dense_norm(dense) + self.post_experts_norm(mixture)
 
 
-class Gemma4(nn.Module):
+class Gemma4(Decoder):
     """The whole model; see ``models/base.py`` for the contract of its four methods."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         size = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, size, config.embed_scale, round_scale=True)
         self.per_layer = PerLayerInputs(config) if config.per_layer_size else None
@@ -196,9 +201,3 @@ class Gemma4(nn.Module):
             return [(layer, None) for layer in layers]
         own = self.per_layer(embedded, batch.tokens, first, stop)
         return list(zip(layers, own, strict=True))
-
-    def _run(self, part: Callable[..., Any], *args: object) -> Any:
-        """Call a layer or half of one, recomputing activations in the backward pass if so set."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(part, *args, use_reentrant=False)
-        return part(*args)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from yocolm.config import RopeConfig
 from yocolm.models.base import Batch, State
 from yocolm.ops.norm import rms_norm
 from yocolm.ops.rope import Rotation, rotate, rotation
+
+
+class Decoder(nn.Module):
+    """A model whose layers, or halves of one, can be recomputed in the backward pass."""
+
+    gradient_checkpointing = False
+
+    def _run(self, part: Callable[..., Any], *args: object) -> Any:
+        """Call a layer or half of one, without keeping its activations if so set."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(part, *args, use_reentrant=False)
+        return part(*args)
 
 
 class Linear(nn.Module):

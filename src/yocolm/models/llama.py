@@ -7,16 +7,20 @@ transformers', up to the stacking of projections of one input (``models/weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from yocolm.config import LlamaConfig
 from yocolm.models.base import KV, Batch, State
-from yocolm.models.layers import Embedding, Linear, RMSNorm, SwiGLU, init_weights, rope_tables
+from yocolm.models.layers import (
+    Decoder,
+    Embedding,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    init_weights,
+    rope_tables,
+)
 from yocolm.ops.rope import Rotation, rotate
 
 
@@ -64,13 +68,12 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """The whole model; see ``models/base.py`` for the contract of its four methods."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, store) for store in range(config.num_layers)
@@ -112,9 +115,3 @@ class Llama(nn.Module):
         last = self.layers[-1]
         assert isinstance(last, DecoderLayer)
         return last
-
-    def _run(self, part: Callable[..., Tensor], *args: object) -> Tensor:
-        """Call a layer or half of one, recomputing activations in the backward pass if so set."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(part, *args, use_reentrant=False)
-        return part(*args)

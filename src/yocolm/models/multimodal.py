@@ -12,8 +12,8 @@ _OTHER = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|embed_audio"
     r"|multi_modal_projector)\."
 )
-# Prefixes of the decoder and of its head, as three generations of transformers write them. The names
-# of a decoder that was saved by itself have none.
+# Prefixes of the decoder and of its head, as three generations of transformers write them; of a
+# decoder that was saved alone there are none.
 _STYLES = (
     ("model.language_model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),

@@ -13,14 +13,13 @@ Tensor names follow flash-linear-attention's YOCO, up to the stacking of project
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from yocolm.config import CrossConfig, RetentionConfig, YocoConfig
 from yocolm.models.base import KV, Batch, State
 from yocolm.models.layers import (
+    Decoder,
     Embedding,
     Linear,
     RMSNorm,
@@ -130,13 +129,12 @@ class CrossDecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Yoco(nn.Module):
+class Yoco(Decoder):
     """The whole model; see ``models/base.py`` for the contract of its four methods."""
 
     def __init__(self, config: YocoConfig) -> None:
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embed_scale)
         self.self_layers = nn.ModuleList(
             SelfDecoderLayer(config, store) for store in range(config.num_self_layers)
@@ -188,9 +186,3 @@ class Yoco(nn.Module):
         for layer in self.cross_layers:
             x = self._run(layer, x, rope, kv, batch)
         return x
-
-    def _run(self, layer: nn.Module, *args: object) -> Tensor:
-        """Call a layer, recomputing its activations in the backward pass if so set."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False)
-        return layer(*args)
