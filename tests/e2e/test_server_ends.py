@@ -108,9 +108,12 @@ def test_an_engine_that_dies_ends_the_process() -> None:
 
 def test_settings_from_a_file_and_keys(tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
-    config.write_text("model: bundled\nserved_model_name: [austen]\napi_key: [secret]\n")
+    config.write_text(
+        "model: bundled\nserved_model_name: [austen]\napi_key: [secret]\nroot_path: /llm\n"
+    )
     with live("--config", str(config), "--max-model-len", "64", "--max-num-seqs", "2") as server:
         assert server.get("/v1/models")[0] == 401
+        assert json.loads(server.get("/openapi.json")[1])["servers"] == [{"url": "/llm"}]
         request = Request(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
         with urlopen(request, timeout=30) as answer:
             [model] = json.load(answer)["data"]

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import uvicorn
@@ -22,7 +24,9 @@ from yocolm.server.service import Service
 log = logging.getLogger("yocolm.server")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LINGER = 2.0  # seconds in which a dead engine's server still tells its clients
-_LAST_WORDS = 5  # seconds for connections to close at the end
+_LAST_WORDS = 5  # least seconds for connections to close at the end
+WRITE_TIMEOUT = 300.0  # seconds in which a client has to read something, unless requests have less
+_LOOK = 10  # uvicorn's ticks between looks at what clients have read, of a tenth of a second each
 
 
 class DrainingServer(uvicorn.Server):
@@ -36,6 +40,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unread: dict[Any, tuple[int, float]] = {}  # of connections: bytes, and since when
         self.status = 0
         service.loop.on_death = self._on_death
 
@@ -58,11 +63,42 @@ class DrainingServer(uvicorn.Server):
         self._start(self._drain())
 
     async def _drain(self) -> None:
+        """Wait until what runs is done and written; all within the drain timeout."""
         limit = self._service.settings.drain_timeout
-        if not await self._service.loop.drained(limit):
+        begin = time.monotonic()
+        if await self._service.loop.drained(limit):
+            responses = set(self.server_state.tasks)
+            if responses:
+                await asyncio.wait(responses, timeout=limit - (time.monotonic() - begin))
+        else:
             log.warning("requests were still running after %g s; they end here", limit)
             self._service.loop.give_up(unavailable("the server is shutting down"))
+        left = limit - (time.monotonic() - begin)  # for what clients have still to read
+        self.config.timeout_graceful_shutdown = max(_LAST_WORDS, ceil(left))
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _LOOK == 0:
+            self._cut_off_unread(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _cut_off_unread(self, now: float) -> None:
+        """End the connections of clients that have stopped reading: they would stay for ever."""
+        limit = self._service.settings.request_timeout or WRITE_TIMEOUT
+        seen, self._unread = self._unread, {}
+        for connection in self.server_state.connections:
+            transport: Any = getattr(connection, "transport", None)
+            waiting = 0 if transport is None else transport.get_write_buffer_size()
+            if not waiting:
+                continue
+            before, since = seen.get(connection, (None, now))
+            if waiting != before:
+                since = now
+            elif now - since >= limit:
+                log.warning("a client has read nothing for %g s: its connection is ended", limit)
+                transport.abort()
+                continue
+            self._unread[connection] = waiting, since
 
     def _on_death(self) -> None:
         self.status = 1
@@ -100,7 +136,18 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(service: Service, listening: socket.socket) -> int:
     """Serve until a signal or the death of the engine; returns the exit status."""
     settings = service.settings
-    config = uvicorn.Config(
+    server = DrainingServer(configure(service), service)
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if settings.ssl_keyfile is None else "https"
+    log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+    server.run([listening])
+    return server.status
+
+
+def configure(service: Service) -> uvicorn.Config:
+    """What uvicorn is told."""
+    settings = service.settings
+    return uvicorn.Config(
         make_app(service),
         root_path=settings.root_path,
         log_config=None,
@@ -114,9 +161,3 @@ def serve(service: Service, listening: socket.socket) -> int:
         timeout_graceful_shutdown=_LAST_WORDS,
         ws="none",
     )
-    server = DrainingServer(config, service)
-    host, port = listening.getsockname()[:2]
-    scheme = "http" if settings.ssl_keyfile is None else "https"
-    log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
-    server.run([listening])
-    return server.status
