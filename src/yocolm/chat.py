@@ -249,7 +249,7 @@ def _parse_arguments(where: str, calls: Any) -> None:
         if isinstance(arguments, str):
             try:
                 inner["arguments"] = json.loads(arguments) if arguments.strip() else {}
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass  # what a model wrote, as it wrote it
 
 

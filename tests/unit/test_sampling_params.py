@@ -1,4 +1,6 @@
 import math
+from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,24 @@ def test_greedy_takes_any_top_p() -> None:
 
 def test_a_top_k_beyond_every_vocabulary_keeps_all() -> None:
     assert SamplingParams(top_k=10**30).top_k == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 10**400},
+        {"temperature": 10**5000},
+        {"top_p": Fraction(10**400, 3)},
+        {"seed": 10**5000},
+        {"logit_bias": {1: -(10**5000)}},
+        {"min_tokens": 10**5000},
+    ],
+)
+def test_numbers_beyond_all_floats_and_spellings(given: dict[str, Any]) -> None:
+    """float() and str() raise errors of their own for them."""
+    [name] = given
+    with pytest.raises(RequestError, match=rf"{name}.*a number of more than 60 digits"):
+        SamplingParams(**given)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

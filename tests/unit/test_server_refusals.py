@@ -34,6 +34,8 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": -1}, "max_tokens", "-1"),
     ({"max_tokens": 10**30}, "max_tokens", "context of 256"),
     ({"max_tokens": 257}, "max_tokens", "context of 256"),
+    ({"max_tokens": 10**4000}, "max_tokens", "more than 60 digits"),
+    ({"min_tokens": 10**4000}, "min_tokens", "more than 60 digits"),
     ({"max_tokens": 1.5}, "max_tokens", "1.5"),
     ({"max_tokens": "5"}, "max_tokens", "'5'"),
     ({"max_tokens": 0}, "max_tokens", "asks for nothing"),
@@ -68,7 +70,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "give one of them"),
     ({"guided_choice": []}, "guided_choice", "at least 1"),
-    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "not JSON"),
+    ({"guided_json": "[1]"}, "guided_json", "must be a JSON schema"),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias", "from -100.0 to 100.0"),
+    ({"logit_bias": {"1": -(10**4000)}}, "logit_bias", "more than 60 digits"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
 ]
 ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
@@ -130,7 +136,16 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [USER], "store": True}, None, "store=True"),
     (CHAT, {"messages": [USER], "reasoning_effort": "high"}, None, "reasoning_effort"),
     (CHAT, {"messages": [USER], "functions": []}, None, "functions"),
-    (CHAT, {"messages": [USER], "chat_template_kwargs": {"messages": 1}}, None, "messages"),
+    *(
+        (
+            path,
+            {"messages": [USER], "chat_template_kwargs": {name: 1}},
+            "chat_template_kwargs",
+            f"holds {name!r}",
+        )
+        for path in (CHAT, "/tokenize")
+        for name in ("messages", "self", "tools", "add_generation_prompt", "documents")
+    ),
     # A template is a program: clients do not bring theirs, under either name.
     (CHAT, {"messages": [USER], "chat_template": "{{ 1 }}"}, None, "chat_template="),
     (CHAT, {"messages": [USER], "chat_template": "default"}, None, "chat_template="),
@@ -205,6 +220,28 @@ def test_many_errors_are_told_as_one() -> None:
     many = {"prompt": "a", **{f"x{i}": i for i in range(3000)}}
     check(COMPLETIONS, many, "x0", "unknown field")
     check(COMPLETIONS, {"prompt": "a", "stop_token_ids": ["a"] * 10_000}, None, "stop_token_ids")
+
+
+def test_variables_of_a_template_may_have_any_other_name() -> None:
+    for name in ("service", "work", "variables", "kwargs", "request"):
+        body = {"messages": [USER], "chat_template_kwargs": {name: 1}}
+        assert post(service_of(scripted_engine([])), "/tokenize", body).status_code == 200
+
+
+def test_arguments_of_calls_that_are_no_json() -> None:
+    """What a model once wrote comes back as it wrote it, nested too deeply or not."""
+    for arguments in ("[" * 100_000, "{"):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        body = {"messages": [USER, said]}
+        answer = post(service_of(scripted_engine([])), "/tokenize", body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_long_name_of_a_model_is_cut() -> None:
+    body = {"model": "m" * 100_000, "prompt": "a"}
+    error = error_of(post(service_of(scripted_engine([])), COMPLETIONS, body), 404)
+    assert error["param"] == "model" and len(error["message"]) < 300
 
 
 def test_a_model_that_is_not_here() -> None:

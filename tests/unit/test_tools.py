@@ -177,6 +177,13 @@ def test_long_texts_take_time_in_proportion() -> None:
         assert parse(parser("auto"), *text) == ("", [("get_weather", arguments)])
 
 
+def test_arguments_that_are_nested_too_deeply() -> None:
+    call = json.dumps({"name": "now", "arguments": "[" * 100_000})
+    text = f"<tool_call>{call}</tool_call>"
+    assert parse(parser("hermes"), text) == (text, [])
+    assert parse(parser("auto"), text) == (text, [])
+
+
 def test_one_call_only() -> None:
     text = '[{"name": "now"}, {"name": "get_weather"}]'
     assert split_everywhere("json", text, parallel=False) == ("", [("now", {})])

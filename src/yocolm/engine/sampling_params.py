@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 
 from yocolm.engine.guided import GuidedParams
 from yocolm.errors import RequestError
@@ -16,6 +16,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_SAMPLES = 16_384  # samples of one request
 MAX_FACTOR = 1e6  # of temperature and repetition penalty: float32 still tells the tokens apart
 MIN_POSITIVE = 1e-6
+MAX_DIGITS = 60  # of a number in a message
 MAX_COUNT = 2**31 - 1  # more than any vocabulary: what it cuts off changes nothing
 
 
@@ -156,7 +157,8 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: lower it"
+                f"min_tokens={_spelled(self.min_tokens)} exceeds max_tokens={self.max_tokens}: "
+                "lower it"
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens=0 asks for nothing: set prompt_logprobs, or at least 1")
@@ -220,17 +222,31 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
         raise RequestError(f"{name}={value!r} must be an integer{_between(low, high)}")
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise RequestError(f"{name}={value} is out of range: give an integer{_between(low, high)}")
+        raise RequestError(
+            f"{name}={_spelled(number)} is out of range: give an integer{_between(low, high)}"
+        )
     return number
 
 
 def _real(name: str, value: object, low: float, high: float | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name}={value!r} must be a number{_between(low, high)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or a fraction beyond all floats
+        number = math.inf
     if not math.isfinite(number) or number < low or (high is not None and number > high):
-        raise RequestError(f"{name}={value} is out of range: give a number{_between(low, high)}")
+        raise RequestError(
+            f"{name}={_spelled(value)} is out of range: give a number{_between(low, high)}"
+        )
     return number
+
+
+def _spelled(value: object) -> str:
+    """A number for a message. Python refuses to write out integers of thousands of digits."""
+    if isinstance(value, Rational) and abs(int(math.trunc(value))) >= 10**MAX_DIGITS:
+        return f"a number of more than {MAX_DIGITS} digits"
+    return str(value)
 
 
 def _between(low: float, high: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from yocolm.chat import ChatTemplate
 from yocolm.engine.outputs import CompletionOutput
 from yocolm.engine.sampling_params import end_turns
 from yocolm.errors import RequestError
@@ -24,9 +26,11 @@ from yocolm.server.service import Service, off_loop, request_id_of, usage
 from yocolm.server.stream import JSON, event, stream_answer, to_json
 from yocolm.server.tools import ToolDelta, ToolParser, make_tool_parser
 
+# What a rendering takes besides the template's own variables ("self" is one of them).
 RESERVED = frozenset(
-    "service messages tools documents chat_template add_generation_prompt "
-    "continue_final_message".split()
+    name
+    for name, parameter in inspect.signature(ChatTemplate.render).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
 )
 
 
@@ -44,7 +48,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
         add_generation_prompt=body.add_generation_prompt is not False
         and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
-        **extra_variables(body.chat_template_kwargs),
+        variables=extra_variables(body.chat_template_kwargs),
     )
     renamed = {"prompt": "messages", "structured_outputs": form_field(body)}
     if body.max_completion_tokens is not None:
@@ -65,14 +69,29 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 async def render(
-    service: Service, messages: Sequence[Message], tools: Sequence[Tool] | None, **options: Any
+    service: Service,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any],
 ) -> str:
-    """The prompt of a conversation. Raises ApiError for what the template refuses."""
+    """The prompt of a conversation. Raises ApiError for what the template refuses.
+
+    ``variables`` are further ones of the template, from `extra_variables`.
+    """
     shaped, described = plain(messages), plain(tools or ())
 
     def work() -> str:
         try:
-            return service.template.render(shaped, tools=described or None, **options)
+            return service.template.render(
+                shaped,
+                tools=described or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
         except RequestError as error:
             raise from_request_error(
                 error, ("messages", "tools", "chat_template_kwargs")

@@ -97,9 +97,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     tokenizer = _tokenizer(service)
     if body.messages is not None:
         opens = body.add_generation_prompt is not False
-        options = extra_variables(body.chat_template_kwargs)
+        variables = extra_variables(body.chat_template_kwargs)
         text = await render(
-            service, body.messages, body.tools, add_generation_prompt=opens, **options
+            service, body.messages, body.tools, add_generation_prompt=opens, variables=variables
         )
         ids = await off_loop(len(text), lambda: encode_chat(tokenizer, text))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,7 +110,7 @@ def _guided(body: Sampling) -> GuidedParams | None:
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{kind}")
         if value is not None:
-            asked[f"guided_{kind}"] = {kind: _schema(value) if kind == "json" else value}
+            asked[f"guided_{kind}"] = {kind: value}
     form = body.response_format
     if form is not None and form.type == "json_object":
         asked["response_format"] = {"json_object": True}
@@ -146,13 +145,3 @@ def form_field(body: Sampling) -> str:
     names = ("response_format", "structured_outputs")
     names += tuple(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
     return next((name for name in names if getattr(body, name) is not None), "tool_choice")
-
-
-def _schema(value: Any) -> Any:
-    """A JSON schema, which vLLM also takes as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ApiError(f"guided_json is not valid JSON: {error}", param="guided_json") from error

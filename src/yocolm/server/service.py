@@ -158,8 +158,8 @@ class Service:
         if params.max_tokens is None:
             if params.min_tokens > room > 0:
                 raise ApiError(
-                    f"min_tokens={params.min_tokens} and a prompt of {length} tokens exceed the "
-                    f"{self.most_tokens} tokens that a sequence may have: lower min_tokens, or "
+                    f"min_tokens={shown(params.min_tokens)} and a prompt of {length} tokens exceed "
+                    f"the {self.most_tokens} tokens that a sequence may have: lower min_tokens, or "
                     "shorten the prompt",
                     param="min_tokens",
                     code="context_length_exceeded",
@@ -169,8 +169,9 @@ class Service:
         if length <= self.engine.max_model_len < length + params.max_tokens:
             name = renamed.get("max_tokens", "max_tokens")
             raise ApiError(
-                f"{name}={params.max_tokens} and a prompt of {length} tokens exceed the context of "
-                f"{self.engine.max_model_len} tokens: lower {name}, or shorten the prompt",
+                f"{name}={shown(params.max_tokens)} and a prompt of {length} tokens exceed the "
+                f"context of {self.engine.max_model_len} tokens: lower {name}, or shorten the "
+                "prompt",
                 param=name,
                 code="context_length_exceeded",
             )

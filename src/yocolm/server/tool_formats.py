@@ -39,10 +39,7 @@ def parse_json(body: str, tools: Tools) -> list[Call]:
     """One object or a list of them; extra text behind is refused."""
     if len(body) > MAX_BODY:
         raise ValueError("too long")
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    value = _loads(body)
     listed = value if isinstance(value, list) else [value]
     if not listed:
         raise ValueError("no call")
@@ -57,8 +54,15 @@ def _json_call(item: Any, tools: Tools) -> Call:
     given = [item[key] for key in ("arguments", "parameters") if item.get(key) is not None]
     arguments = given[0] if given else {}
     if isinstance(arguments, str):
-        arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        arguments = _loads(arguments)
     return _call(item.get("name"), arguments, tools)
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -219,7 +223,7 @@ def _scalar(text: str) -> Any:
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _loads(text)
     except ValueError:
         return text
 
