@@ -18,7 +18,9 @@ from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server import loop
 from yocolm.server.errors import ApiError, ClientGone
 from yocolm.server.loop import Job, Mailbox
+from yocolm.server.outputs import merge
 from yocolm.server.service import Service
+from yocolm.server.stream import _good
 
 PATH = "/v1/completions"
 ENDLESS = say("o") * 100_000
@@ -199,10 +201,10 @@ def test_a_request_that_the_engine_chokes_on() -> None:
     service = service_of(scripted_engine(ENDLESS))
     enqueue: Any = service.engine.enqueue
 
-    def fail_long(request_id: str, ids: Any, params: Any, *arguments: Any) -> None:
+    def fail_long(request_id: str, ids: Any, params: Any, *arguments: Any, **named: Any) -> None:
         if params.n == 2:
             raise OSError("no room")
-        enqueue(request_id, ids, params, *arguments)
+        enqueue(request_id, ids, params, *arguments, **named)
 
     service.engine.enqueue = fail_long
 
@@ -353,6 +355,7 @@ def test_draining() -> None:
             gate.set()
             assert await service.loop.drained(30)
             assert (await running).status_code == 200
+            assert await service.loop.drained(0)
 
     talk(service, work)
 
@@ -406,3 +409,50 @@ def test_a_mailbox_that_was_given_up() -> None:
             await box.take_all()
 
     asyncio.run(main())
+
+
+def test_the_error_of_one_prompt_ends_the_wait_for_all() -> None:
+    async def main() -> None:
+        box = Mailbox([Job("a", [1], None), Job("b", [1], None)])
+        reader = asyncio.create_task(box.take_all())
+        await asyncio.sleep(0)
+        box.push(part("x", 1, finished=True))
+        await asyncio.sleep(0)
+        assert not reader.done()
+        box.push(RequestOutput("a", None, [1], None, [], False, error="broken"))
+        with pytest.raises(ApiError, match="broken"):
+            await asyncio.wait_for(reader, 30)
+
+    asyncio.run(main())
+
+
+def test_a_step_wakes_the_event_loop_once() -> None:
+    """Steps that come before it has looked add nothing to its work."""
+    service = service_of(scripted_engine([]))
+    looks: list[Any] = []
+
+    async def main() -> None:
+        service.loop._loop = asyncio.get_running_loop()
+        service.loop._thread_notify = lambda function, *_: looks.append(function)
+        for number in range(3):
+            service.loop._thread_send([part("x", number)])
+        assert len(looks) == 1
+        looks.pop()()
+        assert not service.loop._outbox
+        service.loop._thread_send([part("x", 3)])
+        assert len(looks) == 1
+        service.loop._thread_send([])
+        assert len(service.loop._outbox) == 1
+
+    asyncio.run(main())
+
+
+def test_what_was_drawn_before_an_error_is_streamed() -> None:
+    """Merged with the error, where the reader is slow: tokens first, without a reason to end."""
+    parts = [part("x", 1), part("y", 2)]
+    ended = CompletionOutput(1, "", [], finish_reason="error")
+    parts.append(RequestOutput("a", None, [1], None, [ended], True, error="broken"))
+    good = _good(merge(parts))
+    [sample] = good.outputs
+    assert sample.text == "xy" and sample.token_ids == [1, 2] and sample.finish_reason is None
+    assert _good(parts[0]) is parts[0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +11,13 @@ from scripted import scripted_engine
 from serving import service_of
 from yocolm.server import serve
 from yocolm.server.serve import DrainingServer, configure
+
+
+@dataclass(eq=False)
+class Connection:
+    """As uvicorn keeps them."""
+
+    transport: asyncio.Transport
 
 
 def server_of(**settings: Any) -> DrainingServer:
@@ -60,7 +67,8 @@ def test_a_client_that_stops_reading_is_cut_off(
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(asyncio.Protocol, sock=here)
             transport.write(bytes(size))
-            server.server_state.connections.add(SimpleNamespaceById(transport=transport))
+            connection: Any = Connection(transport)
+            server.server_state.connections.add(connection)
             return transport, there
 
         stuck, _ = await connect(2**24)
@@ -83,9 +91,3 @@ def test_a_client_that_stops_reading_is_cut_off(
             end.close()
 
     asyncio.run(main())
-
-
-class SimpleNamespaceById(SimpleNamespace):
-    """A connection as uvicorn keeps them, in a set."""
-
-    __hash__ = object.__hash__

@@ -181,9 +181,9 @@ def _responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _schemas(model_names: tuple[str, ...]) -> dict[str, Any]:
-    bodies = [(body, "validation") for _, body in _POSTS.values()]
+    bodies: list[Any] = [(body, "validation") for _, body in _POSTS.values()]
     bodies.append((protocol.TextPart, "validation"))
-    _, schemas = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    _, schemas = models_json_schema(bodies, ref_template=_REF)
     for schema in schemas["$defs"].values():
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}

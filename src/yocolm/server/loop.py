@@ -183,6 +183,8 @@ class EngineLoop:
     async def drained(self, timeout: float) -> bool:
         """Refuse new requests and wait until the running ones are done; False after ``timeout``."""
         self.draining = True
+        if self._idle.is_set():
+            return True  # also where there is no time to wait
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:

@@ -86,9 +86,9 @@ class DrainingServer(uvicorn.Server):
         """End the connections of clients that have stopped reading: they would stay for ever."""
         limit = self._service.settings.request_timeout or WRITE_TIMEOUT
         seen, self._unread = self._unread, {}
-        for connection in self.server_state.connections:
-            transport: Any = getattr(connection, "transport", None)
-            waiting = 0 if transport is None else transport.get_write_buffer_size()
+        connections: set[Any] = set(self.server_state.connections)
+        for connection in connections:
+            waiting = connection.transport.get_write_buffer_size()
             if not waiting:
                 continue
             before, since = seen.get(connection, (None, now))
@@ -96,7 +96,7 @@ class DrainingServer(uvicorn.Server):
                 since = now
             elif now - since >= limit:
                 log.warning("a client has read nothing for %g s: its connection is ended", limit)
-                transport.abort()
+                connection.transport.abort()
                 continue
             self._unread[connection] = waiting, since
 
