@@ -1,12 +1,18 @@
 """Answers of completions and chat from a model that says what the test wants."""
 
+import threading
 from typing import Any
 
 import pytest
 
 from scripted import say, scripted_engine, spell, tokenizer
 from serving import TEMPLATE, error_of, events, post, says, service_of
+from tiny import make_engine
+from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server.app import make_service
+from yocolm.server.chat import ChatWriter
+from yocolm.server.completions import CompletionWriter, best
+from yocolm.server.logprobs import CompletionLogprobs
 from yocolm.server.settings import gather
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -190,6 +196,100 @@ def test_prompt_logprobs_as_in_vllm() -> None:
     assert says(tokens, CHAT, chat(prompt_logprobs=1)).json()["prompt_logprobs"][0] is None
 
 
+def test_a_stream_of_a_chat_tells_of_its_prompt_once() -> None:
+    tokens = [*HELLO, *HELLO]
+    asked = chat(prompt_logprobs=1, return_token_ids=True, logprobs=True, n=2)
+    whole = says(tokens, CHAT, asked).json()
+    prompt = tokenizer().encode("user: hello\nassistant:", add_special_tokens=False)
+    assert whole["prompt_token_ids"] == prompt and len(whole["prompt_logprobs"]) == len(prompt)
+    chunks = events(says(tokens, CHAT, {**asked, "stream": True}))
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert [chunk[name] for chunk in chunks if name in chunk] == [whole[name]]
+        assert name in chunks[0]
+    for chunk in events(says(tokens, CHAT, chat(stream=True))):
+        assert "prompt_logprobs" not in chunk and "prompt_token_ids" not in chunk
+
+
+def test_a_prompt_is_written_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work on log-probabilities does not grow with n times the prompt."""
+    built: list[int] = []
+    build = CompletionLogprobs.build
+
+    def watched(self: CompletionLogprobs, tokens: Any, entries: Any) -> Any:
+        built.append(len(tokens))
+        return build(self, tokens, entries)
+
+    monkeypatch.setattr(CompletionLogprobs, "build", watched)
+    prompt = spell("é hello " * 5)
+    asked = body(prompt=prompt, echo=True, logprobs=2, n=8, max_tokens=2)
+    for more in ({}, {"stream": True}):
+        built.clear()
+        answer = says([*HELLO[:1], *HELLO], COMPLETIONS, {**asked, **more})
+        assert answer.status_code == 200
+        assert sorted(built)[-1] == len(prompt) and sum(built) == len(prompt) + 8 * 2
+    whole = says([*HELLO[:1], *HELLO], COMPLETIONS, asked).json()["choices"]
+    assert [choice["index"] for choice in whole] == list(range(8))
+    for choice in whole:
+        assert choice == {**whole[0], "index": choice["index"]}
+        assert choice["logprobs"]["tokens"][-2:] == ["hello", " world"]
+        assert choice["logprobs"]["text_offset"][-2:] == [40, 45]
+        assert len(choice["logprobs"]["top_logprobs"]) == len(prompt) + 2
+
+
+def test_large_answers_are_written_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    for writer in (CompletionWriter, ChatWriter):
+        monkeypatch.setattr(writer, "whole", _watched(writer.whole, threads))
+    main = threading.current_thread()
+    for path, asked, large in (
+        (COMPLETIONS, body(), False),
+        (COMPLETIONS, body(echo=True, logprobs=5, n=8), True),
+        (COMPLETIONS, body(prompt="o" * 200, echo=True, max_tokens=0, n=40), True),
+        (CHAT, chat(), False),
+        (CHAT, chat(logprobs=True, top_logprobs=20, n=8), True),
+    ):
+        threads.clear()
+        assert says([*HELLO, *HELLO], path, asked).status_code == 200
+        assert [thread is not main for thread in threads] == [large], asked
+
+
+def _watched(function: Any, threads: list[threading.Thread]) -> Any:
+    def watched(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return function(*args)
+
+    return watched
+
+
+def test_the_best_are_those_of_the_highest_mean_logprob() -> None:
+    """Not of the highest sum, which would favour the short."""
+
+    def sample(index: int, mean: float, length: int) -> CompletionOutput:
+        text = f"{index}"
+        return CompletionOutput(index, text, [1] * length, mean * length, finish_reason="stop")
+
+    samples = [sample(0, -2.0, 1), sample(1, -0.5, 8), sample(2, -3.0, 1), sample(3, -1.0, 8)]
+    output = best(RequestOutput("a", "", [1], None, samples, True), 3)
+    assert [(one.index, one.text) for one in output.outputs] == [(0, "1"), (1, "3"), (2, "0")]
+
+
+def test_best_of_returns_the_best() -> None:
+    """The same seed draws the same samples, of which best_of chooses."""
+    asked = {"prompt": [1, 2, 3], "max_tokens": 6, "seed": 3, "logprobs": 0, "ignore_eos": True}
+
+    def drawn(**more: Any) -> list[tuple[list[str], float]]:
+        service = service_of(make_engine("retention"))
+        answer = post(service, COMPLETIONS, {**asked, **more}).json()
+        parts = [choice["logprobs"] for choice in answer["choices"]]
+        return [(part["tokens"], sum(part["token_logprobs"])) for part in parts]
+
+    everything = drawn(n=6)
+    assert len({total for _, total in everything}) == 6
+    wanted = sorted(everything, key=lambda sample: -sample[1])[:2]
+    assert wanted != everything[:2]  # so that taking the first ones would fail
+    assert drawn(n=2, best_of=6) == wanted
+
+
 def test_best_of() -> None:
     answer = says(HELLO, COMPLETIONS, body(n=2, best_of=4)).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -198,6 +298,27 @@ def test_best_of() -> None:
     error = error_of(says(HELLO, COMPLETIONS, body(n=3, best_of=2)))
     assert error["param"] == "best_of" and "n=3" in error["message"]
     assert error_of(says(HELLO, COMPLETIONS, body(best_of=2, stream=True)))["param"] == "best_of"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_ends_at_the_limit(streams: bool) -> None:
+    """An answer with calls that was cut says so; one that ended by itself tells of its calls."""
+    text = '<tool_call>{"name": "now"}</tool_call>'
+    tool = {"type": "function", "function": {"name": "now"}}
+    for tokens, reason in (
+        (spell(text + "o"), "length"),
+        ([*spell(text), tokenizer().eos_token_ids[0]], "tool_calls"),
+    ):
+        asked = chat(max_tokens=len(tokens), tools=[tool], stream=streams)
+        answer = says(tokens, CHAT, asked, tool_parser="hermes")
+        if streams:
+            choices = [chunk["choices"][0] for chunk in events(answer)]
+            calls = [c for choice in choices for c in choice["delta"].get("tool_calls", ())]
+        else:
+            choices = answer.json()["choices"]
+            calls = choices[0]["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["now"]
+        assert choices[-1]["finish_reason"] == reason
 
 
 def test_token_ids_are_returned() -> None:

@@ -22,7 +22,7 @@ from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
 from yocolm.server.params import chat_params, form_field
 from yocolm.server.protocol import ChatRequest, Message, Tool
-from yocolm.server.service import Service, off_loop, request_id_of, usage
+from yocolm.server.service import PER_ENTRY, Service, off_loop, request_id_of, usage
 from yocolm.server.stream import JSON, event, stream_answer, to_json
 from yocolm.server.tools import ToolDelta, ToolParser, make_tool_parser
 
@@ -65,7 +65,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
         return await stream_answer(service, request, [job], writer, headers)
     async with service.answering(request, [job]) as box:
         [output] = await box.take_all()
-    return Response(writer.whole(output), media_type=JSON, headers=headers)
+    answer = await off_loop(writer.size(output), lambda: writer.whole(output))
+    return Response(answer, media_type=JSON, headers=headers)
 
 
 async def render(
@@ -172,18 +173,33 @@ class ChatWriter:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._each_usage = bool(options and options.continuous_usage_stats)
-        self._scored: Any = None
+        self._prompt_told = False
+
+    def size(self, output: Output) -> int:
+        """About how much work the whole answer is, in characters."""
+        body = self._body
+        entries = sum(len(sample.token_ids) for sample in output.outputs)
+        size = sum(len(sample.text) for sample in output.outputs)
+        size += PER_ENTRY * entries * (1 + (body.top_logprobs or 0)) * bool(body.logprobs)
+        if body.prompt_logprobs is not None:
+            size += PER_ENTRY * len(self._job.ids) * (1 + body.prompt_logprobs)
+        return size + len(self._job.ids) * bool(body.return_token_ids)
 
     def whole(self, output: Output) -> str:
         """JSON of the whole answer."""
-        choices = [self._whole_choice(sample) for sample in output.outputs]
+        # One by one: other threads run in between.
+        choices = ",".join(to_json(self._whole_choice(sample)) for sample in output.outputs)
+        total, about_prompt = to_json(self._total()), self._about_prompt(output)
+        return f'{self._begin % ""}"choices":[{choices}],"usage":{total}{about_prompt}}}'
+
+    def _about_prompt(self, output: Output) -> str:
+        """Further fields of the answer, or of its first chunk."""
         extra = ""
         if self._body.prompt_logprobs is not None:
             extra += f',"prompt_logprobs":{to_json(prompt_logprobs(output.prompt_logprobs))}'
         if self._body.return_token_ids:
             extra += f',"prompt_token_ids":{to_json(self._job.ids)}'
-        total = to_json(self._total())
-        return f'{self._begin % ""}"choices":{to_json(choices)},"usage":{total}{extra}}}'
+        return extra
 
     def write(self, news: Mapping[str, Output]) -> str:
         return "".join(
@@ -226,7 +242,10 @@ class ChatWriter:
         delta = choice.split(sample)
         chunks = ""
         if first:
-            chunks += self._event(sample.index, {"role": "assistant", "content": ""})
+            about_prompt = "" if self._prompt_told else self._about_prompt(output)
+            self._prompt_told = True
+            opening = {"role": "assistant", "content": ""}
+            chunks += self._event(sample.index, opening, more=about_prompt)
         logprobs = self._logprobs(sample) if sample.token_ids else None
         ids = sample.token_ids if self._body.return_token_ids else None
         if delta.content or logprobs or ids:
@@ -246,6 +265,7 @@ class ChatWriter:
         token_ids: list[int] | None = None,
         reason: str | None = None,
         stop_reason: int | str | None = None,
+        more: str = "",
     ) -> str:
         shape = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
@@ -255,7 +275,7 @@ class ChatWriter:
         used = None
         if self._each_usage:
             used = usage(len(self._job.ids), self._choices[index].num_tokens)
-        return event(self._head, [shape], used, ',"usage":null' if self._usage else "")
+        return event(self._head, [shape], used, ',"usage":null' * self._usage, more)
 
     def _logprobs(self, sample: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -16,7 +16,14 @@ from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
 from yocolm.server.params import completion_params, form_field
 from yocolm.server.protocol import CompletionRequest
-from yocolm.server.service import Service, request_id_of, usage
+from yocolm.server.service import (
+    PER_ENTRY,
+    PER_PROMPT,
+    Service,
+    off_loop,
+    request_id_of,
+    usage,
+)
 from yocolm.server.stream import DONE, EVENTS, JSON, event, stream_answer, to_json
 
 MAX_TOKENS = 16  # OpenAI's default
@@ -47,13 +54,14 @@ async def completions(service: Service, request: Request) -> Response:
     writer = CompletionWriter(service, body, jobs, answer_id)
     headers = {"x-request-id": answer_id}
     if only_echo:
-        return _echo(writer, jobs, body, headers)
+        return await _echo(writer, jobs, body, headers)
     if body.stream:
         return await stream_answer(service, request, jobs, writer, headers)
     async with service.answering(request, jobs) as box:
         outputs = await box.take_all()
-    best = [_best(output, body.n or 1) for output in outputs] if body.best_of else outputs
-    return Response(writer.whole(outputs, best), media_type=JSON, headers=headers)
+    kept = [best(output, body.n or 1) for output in outputs] if body.best_of else outputs
+    answer = await off_loop(writer.size(kept), lambda: writer.whole(outputs, kept))
+    return Response(answer, media_type=JSON, headers=headers)
 
 
 def prompts_of(prompt: Any) -> list[Any]:
@@ -61,7 +69,7 @@ def prompts_of(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _echo(
+async def _echo(
     writer: CompletionWriter, jobs: list[Job], body: CompletionRequest, headers: dict[str, str]
 ) -> Response:
     """The prompts alone, which needs no engine."""
@@ -71,13 +79,16 @@ def _echo(
     outputs: list[Output] = [
         RequestOutput(job.request_id, job.text, job.ids, None, samples, True) for job in jobs
     ]
+    size = writer.size(outputs)
     if not body.stream:
-        return Response(writer.whole(outputs, outputs), media_type=JSON, headers=headers)
-    text = writer.write({output.request_id: output for output in outputs}) + writer.end()
+        answer = await off_loop(size, lambda: writer.whole(outputs, outputs))
+        return Response(answer, media_type=JSON, headers=headers)
+    news = {output.request_id: output for output in outputs}
+    text = await off_loop(size, lambda: writer.write(news) + writer.end())
     return Response(text.encode() + DONE, media_type=EVENTS, headers=headers)
 
 
-def _best(output: Output, n: int) -> Output:
+def best(output: Output, n: int) -> Output:
     """The ``n`` samples of the highest log-probability per token."""
 
     def quality(sample: CompletionOutput) -> float:
@@ -93,7 +104,16 @@ class _Choice:
     def __init__(self, logprobs: CompletionLogprobs) -> None:
         self.logprobs = logprobs
         self.num_tokens = 0
-        self.begun = False
+
+
+class _Prompt:
+    """A prompt as its choices tell of it, each in its first piece: built once for all of them."""
+
+    def __init__(self, text: str, logprobs: CompletionLogprobs) -> None:
+        self.text = text
+        self.logprobs = logprobs  # which go on with what is drawn
+        self.parts: dict[str, list[Any]] = {}
+        self.scores: list[Any] | None = None
 
 
 class CompletionWriter:
@@ -105,7 +125,7 @@ class CompletionWriter:
         self._service, self._body, self._jobs = service, body, jobs
         self._order = {job.request_id: index for index, job in enumerate(jobs)}
         self._choices: dict[int, _Choice] = {}
-        self._scored: dict[int, Any] = {}
+        self._prompts: dict[int, _Prompt] = {}
         self._n = body.n or 1
         self._head = (
             f'{{"id":{to_json(answer_id)},"object":"text_completion","created":{int(time.time())},'
@@ -116,16 +136,33 @@ class CompletionWriter:
         self._each_usage = bool(options and options.continuous_usage_stats)
         self._prompt_tokens = sum(len(job.ids) for job in jobs)
 
-    def whole(self, outputs: list[Output], best: list[Output]) -> str:
-        """JSON of the whole answer. ``best`` are those of ``outputs`` that are returned."""
-        choices = [
-            self._choice(index, output, sample)
-            for index, output in enumerate(best)
+    def size(self, kept: list[Output]) -> int:
+        """About how much work the whole answer is, in characters."""
+        body, size = self._body, 0
+        per_token = 1
+        if body.logprobs is not None:
+            per_token += PER_ENTRY * (1 + body.logprobs)
+        per_prompt_token = per_token * bool(body.echo) + bool(body.return_token_ids)
+        if body.prompt_logprobs is not None:
+            per_prompt_token += PER_ENTRY * (1 + body.prompt_logprobs)
+        for job, output in zip(self._jobs, kept, strict=True):
+            of_prompt = per_prompt_token * len(job.ids) + len(job.text or "") * bool(body.echo)
+            size += sum(
+                PER_PROMPT + of_prompt + len(sample.text) + per_token * len(sample.token_ids)
+                for sample in output.outputs
+            )
+        return size
+
+    def whole(self, outputs: list[Output], kept: list[Output]) -> str:
+        """JSON of the whole answer. ``kept`` are those of ``outputs`` that are returned."""
+        choices = ",".join(  # one by one: other threads run in between
+            to_json(self._choice(index, output, sample))
+            for index, output in enumerate(kept)
             for sample in output.outputs
-        ]
+        )
         drawn = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         total = to_json(usage(self._prompt_tokens, drawn))
-        return f'{self._head}"choices":{to_json(choices)},"usage":{total}}}'
+        return f'{self._head}"choices":[{choices}],"usage":{total}}}'
 
     def write(self, news: Mapping[str, Output]) -> str:
         return "".join(
@@ -156,30 +193,40 @@ class CompletionWriter:
         """What is new of one sample, behind the prompt where that is to be echoed."""
         body, job = self._body, self._jobs[index]
         number = index * self._n + sample.index
+        prompt = self._prompts.get(index)
+        if prompt is None:
+            prompt = self._prompts[index] = self._prompt(job, output)
         choice = self._choices.get(number)
-        if output.prompt_logprobs is not None:
-            self._scored[index] = output.prompt_logprobs
         first = choice is None
         if choice is None:
-            choice = self._choices[number] = _Choice(self._logprobs())
+            choice = self._choices[number] = _Choice(prompt.logprobs.copy())
         choice.num_tokens += len(sample.token_ids)
         echoed = bool(body.echo and first)
-        text, tokens, entries = sample.text, sample.token_ids, sample.logprobs or []
-        if echoed:
-            text = self._prompt_text(job) + text
+        text = prompt.text + sample.text if echoed else sample.text
         shape: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
-        if body.logprobs is not None and (tokens or echoed):
+        if body.logprobs is not None and (sample.token_ids or echoed):
+            parts = choice.logprobs.build(sample.token_ids, sample.logprobs or [])
             if echoed:
-                tokens, entries = job.ids + tokens, [*self._scored[index], *entries]
-            shape["logprobs"] = choice.logprobs.build(tokens, entries)
+                parts = {name: prompt.parts[name] + values for name, values in parts.items()}
+            shape["logprobs"] = parts
         shape["finish_reason"], shape["stop_reason"] = sample.finish_reason, sample.stop_reason
         if first and body.prompt_logprobs is not None:
-            shape["prompt_logprobs"] = prompt_logprobs(self._scored.get(index))
+            shape["prompt_logprobs"] = prompt.scores
         if body.return_token_ids:
             shape["token_ids"] = sample.token_ids
             if first:
                 shape["prompt_token_ids"] = job.ids
         return shape
+
+    def _prompt(self, job: Job, output: Output) -> _Prompt:
+        """From the first output of a job, which brings the scores of its prompt."""
+        body = self._body
+        prompt = _Prompt(self._prompt_text(job) if body.echo else "", self._logprobs())
+        if body.echo and body.logprobs is not None:
+            prompt.parts = prompt.logprobs.build(job.ids, output.prompt_logprobs or [])
+        if body.prompt_logprobs is not None:
+            prompt.scores = prompt_logprobs(output.prompt_logprobs)
+        return prompt
 
     def _logprobs(self) -> CompletionLogprobs:
         skips = self._body.skip_special_tokens is not False

@@ -42,6 +42,13 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
+    def copy(self) -> CompletionLogprobs:
+        """Another that goes on from the same place."""
+        other = CompletionLogprobs(self._tokenizer, self._as_ids, self._skip_special)
+        other._decoder.setstate(self._decoder.getstate())
+        other._offset = self._offset
+        return other
+
     def build(self, tokens: Sequence[int], entries: Sequence[Entry]) -> dict[str, list[Any]]:
         """The four lists for ``tokens``; the first of a prompt has no entry."""
         result: dict[str, list[Any]] = {

@@ -31,6 +31,7 @@ from yocolm.server.telemetry import Telemetry
 
 SHORT = 4096  # characters or bytes that are worked on without a change of thread
 PER_PROMPT = 100  # the work on a prompt beside its characters, counted in them
+PER_ENTRY = 50  # the same for a log-probability, told of one token
 BODY_FLOOR = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a body, per token of the context
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")

@@ -32,10 +32,17 @@ class Writer(Protocol):
     def end(self) -> str: ...
 
 
-def event(head: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None, tail: str) -> str:
-    """One chunk: ``head`` is the beginning of its JSON, up to the choices."""
+def event(
+    head: str,
+    choices: list[dict[str, Any]],
+    usage: dict[str, Any] | None,
+    tail: str,
+    more: str = "",
+) -> str:
+    """One chunk: ``head`` is the beginning of its JSON, up to the choices; ``tail`` stands where
+    there is no ``usage``; ``more`` are further fields, each behind a comma."""
     extra = tail if usage is None else f',"usage":{to_json(usage)}'
-    return f'data: {head}"choices":{to_json(choices)}{extra}}}\n\n'
+    return f'data: {head}"choices":{to_json(choices)}{extra}{more}}}\n\n'
 
 
 def to_json(value: Any) -> str:
