@@ -13,7 +13,7 @@ import torch
 from spying import Spy
 from tiny import FAMILIES, assert_same, finish
 from yocolm.engine.engine import Engine
-from yocolm.engine.guided import Guide, GuidedParams
+from yocolm.engine.guided import Guide, GuidedParams, GuideFactory
 from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.engine.request import Sequence as Sample
 from yocolm.engine.sampling_params import SamplingParams
@@ -411,3 +411,23 @@ def test_a_tokenizer_of_bytes_alone() -> None:
 def test_a_vocabulary_smaller_than_the_tokenizers() -> None:
     (output,) = run(engine(vocab=300), guided(regex="[a-e]{5}"))
     assert re.fullmatch("[a-e]{5}", stopped(output)[0].text)
+
+
+def test_a_grammar_in_use_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where many others were compiled since; afterwards it is let go."""
+    monkeypatch.setattr("yocolm.engine.guided.CACHED_GRAMMARS", 1)
+    target = engine()
+    compiled, compile_now = [], GuideFactory._compile_now
+
+    def counted(self: GuideFactory, params: GuidedParams) -> Guide:
+        compiled.append(params.regex)
+        return compile_now(self, params)
+
+    monkeypatch.setattr(GuideFactory, "_compile_now", counted)
+    factory = GuideFactory(target.tokenizer, target.config.vocab_size, target.eos_token_ids)
+    first, second = GuidedParams(regex="a"), GuidedParams(regex="b")
+    for params in (first, second, first, second):
+        factory.start(params)
+    assert compiled == ["a", "b"] and len(factory._held) == 2
+    del first, params, second
+    assert len(factory._held) == 1  # of the one in the cache

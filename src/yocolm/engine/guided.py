@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy as np
 
@@ -134,11 +135,20 @@ class GuideFactory:
         self._inner: LLTokenizer | None = None
         self._lock = Lock()
         self._compile = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile_now)
+        self._held: dict[int, Guide] = {}  # by the id of parameters that are still in use
 
     def start(self, params: GuidedParams) -> Guide:
-        """A guide at the beginning. Raises RequestError that says what is wrong with a grammar."""
-        self.prepare()
-        return self._compile(params).copy()
+        """A guide at the beginning. Raises RequestError that says what is wrong with a grammar.
+
+        A second call with the same object never compiles: the first may be a check in any thread,
+        the second is between the engine's steps.
+        """
+        guide = self._held.get(id(params))
+        if guide is None:
+            self.prepare()
+            guide = self._held[id(params)] = self._compile(params)
+            finalize(params, self._held.pop, id(params), None).atexit = False
+        return guide.copy()
 
     def prepare(self) -> None:
         """Read the tokenizer, which takes seconds, and Python's lock, where it has 262,144 tokens.
