@@ -372,6 +372,7 @@ def test_defaults_of_max_tokens() -> None:
 def test_ids_follow_the_clients() -> None:
     service = service_of(scripted_engine(HELLO))
     answer = post(service, COMPLETIONS, body(), **{"x-request-id": "mine-1"})
-    assert answer.json()["id"] == "cmpl-mine-1" == answer.headers["x-request-id"]
+    assert answer.json()["id"] == "cmpl-mine-1"
+    assert answer.headers.get_list("x-request-id") == ["mine-1"]
     odd = post(service_of(scripted_engine(HELLO)), COMPLETIONS, body(), **{"x-request-id": "a b"})
     assert "a b" not in odd.json()["id"]

@@ -21,7 +21,7 @@ from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import ConfigError, RequestError
 from yocolm.server import chat, completions, extra, protocol
 from yocolm.server.errors import ApiError, ClientGone, failed
-from yocolm.server.gate import Gate
+from yocolm.server.gate import REQUEST_ID, Gate
 from yocolm.server.loop import EngineLoop
 from yocolm.server.params import DEFAULTS
 from yocolm.server.service import Service
@@ -140,7 +140,7 @@ def make_app(service: Service) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=[REQUEST_ID, "retry-after"],
         )
     plain_openapi = app.openapi
 
@@ -217,8 +217,15 @@ def _handle_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # never sent: there is no client
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        log.error("unexpected error", exc_info=error)
-        return await on_api_error(request, failed("an unexpected error; see the server's log"))
+        log.error(
+            "unexpected error",
+            exc_info=error,
+            extra={"request_id": request.state.request_id},
+        )
+        error = failed("an unexpected error; see the server's log")
+        # Outside the gate, which adds it elsewhere.
+        headers = {**error.headers, REQUEST_ID: request.state.request_id}
+        return JSONResponse(error.body, error.status, headers)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestError, on_request_error)

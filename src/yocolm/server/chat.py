@@ -60,13 +60,12 @@ async def chat_completions(service: Service, request: Request) -> Response:
         request, answer_id, [text], params, ChatRequest.model_fields, False, renamed
     )
     writer = ChatWriter(service, body, job, answer_id)
-    headers = {"x-request-id": answer_id}
     if body.stream:
-        return await stream_answer(service, request, [job], writer, headers)
+        return await stream_answer(service, request, [job], writer)
     async with service.answering(request, [job]) as box:
         [output] = await box.take_all()
     answer = await off_loop(writer.size(output), lambda: writer.whole(output))
-    return Response(answer, media_type=JSON, headers=headers)
+    return Response(answer, media_type=JSON)
 
 
 async def render(

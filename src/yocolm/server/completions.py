@@ -52,16 +52,15 @@ async def completions(service: Service, request: Request) -> Response:
         MAX_TOKENS,
     )
     writer = CompletionWriter(service, body, jobs, answer_id)
-    headers = {"x-request-id": answer_id}
     if only_echo:
-        return await _echo(writer, jobs, body, headers)
+        return await _echo(writer, jobs, body)
     if body.stream:
-        return await stream_answer(service, request, jobs, writer, headers)
+        return await stream_answer(service, request, jobs, writer)
     async with service.answering(request, jobs) as box:
         outputs = await box.take_all()
     kept = [best(output, body.n or 1) for output in outputs] if body.best_of else outputs
     answer = await off_loop(writer.size(kept), lambda: writer.whole(outputs, kept))
-    return Response(answer, media_type=JSON, headers=headers)
+    return Response(answer, media_type=JSON)
 
 
 def prompts_of(prompt: Any) -> list[Any]:
@@ -69,9 +68,7 @@ def prompts_of(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-async def _echo(
-    writer: CompletionWriter, jobs: list[Job], body: CompletionRequest, headers: dict[str, str]
-) -> Response:
+async def _echo(writer: CompletionWriter, jobs: list[Job], body: CompletionRequest) -> Response:
     """The prompts alone, which needs no engine."""
     samples = [
         CompletionOutput(index, "", [], finish_reason="length") for index in range(body.n or 1)
@@ -82,10 +79,10 @@ async def _echo(
     size = writer.size(outputs)
     if not body.stream:
         answer = await off_loop(size, lambda: writer.whole(outputs, outputs))
-        return Response(answer, media_type=JSON, headers=headers)
+        return Response(answer, media_type=JSON)
     news = {output.request_id: output for output in outputs}
     text = await off_loop(size, lambda: writer.write(news) + writer.end())
-    return Response(text.encode() + DONE, media_type=EVENTS, headers=headers)
+    return Response(text.encode() + DONE, media_type=EVENTS)
 
 
 def best(output: Output, n: int) -> Output:

@@ -76,7 +76,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         "model": body.model,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
-    return JSONResponse(answer, headers={"x-request-id": answer_id})
+    return JSONResponse(answer)
 
 
 def _encoded(values: list[float], form: str | None) -> list[float] | str:

@@ -1,10 +1,12 @@
-"""What every exchange passes through: keys, and the size of the body."""
+"""What every exchange passes through: its id, keys, and the size of the body."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
+from uuid import uuid4
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -12,9 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from yocolm.server.errors import ApiError
 
+REQUEST_ID = "x-request-id"
+_PLAIN = re.compile(rb"[\w.:-]{1,100}")
+
 
 class Gate:
     """Refuses who has no key and bodies that are too large, before anything else looks at them.
+
+    Every answer, errors too, has the header X-Request-Id: the client's own if that is plain, else
+    a new one. It is also ``request.state.request_id``.
 
     Args:
         keys: any of them opens; without keys everything is open.
@@ -33,10 +41,25 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        request_id = headers.get(REQUEST_ID.encode(), b"")
+        if not _PLAIN.fullmatch(request_id):
+            request_id = uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                pair = REQUEST_ID.encode(), request_id
+                message = {**message, "headers": [*message.get("headers", ()), pair]}
+            await send(message)
+
         error = self._refusal(scope, headers)
         if error is not None:
-            await _answer(error, scope, receive, send)
+            await _answer(error, scope, receive, identified)
             return
+        await self._pass(scope, receive, identified)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it through, as long as its body is not too large."""
         read = 0
         started = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,6 @@ PER_PROMPT = 100  # the work on a prompt beside its characters, counted in them
 PER_ENTRY = 50  # the same for a log-probability, told of one token
 BODY_FLOOR = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a body, per token of the context
-_REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
@@ -226,9 +224,8 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """An id for an answer and its log lines, from the client's X-Request-Id if that is plain."""
-    given = request.headers.get("x-request-id", "")
-    return prefix + (given if _REQUEST_ID.fullmatch(given) else uuid4().hex)
+    """An id for an answer and its log lines, from the request's."""
+    return f"{prefix}{request.state.request_id}"
 
 
 def samples_of(params: Any) -> int:

@@ -50,7 +50,7 @@ def to_json(value: Any) -> str:
 
 
 async def stream_answer(
-    service: Service, request: Request, jobs: list[Job], writer: Writer, headers: Mapping[str, str]
+    service: Service, request: Request, jobs: list[Job], writer: Writer
 ) -> Response:
     """Start the jobs; the response begins with their first token, an early failure is an error."""
     context = service.answering(request, jobs)
@@ -63,7 +63,7 @@ async def stream_answer(
     except BaseException:
         await context.__aexit__(*sys.exc_info())
         raise
-    return EventStream(context, box, news, writer, headers)
+    return EventStream(context, box, news, writer)
 
 
 class EventStream(Response):
@@ -77,9 +77,8 @@ class EventStream(Response):
         box: Mailbox,
         first: Mapping[str, Output],
         writer: Writer,
-        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(None, headers={**_HEADERS, **headers})
+        super().__init__(None, headers=_HEADERS)
         del self.headers["content-length"]
         self._context, self._box, self._first, self._writer = context, box, first, writer
 
