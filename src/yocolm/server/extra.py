@@ -60,23 +60,21 @@ async def embeddings(service: Service, request: Request) -> Response:
     )
     async with service.answering(request, jobs) as box:
         outputs = await box.take_all()
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": _encoded(output.embedding or [], body.encoding_format),
-        }
-        for index, output in enumerate(outputs)
-    ]
     count = sum(len(job.ids) for job in jobs)
-    answer = {
-        "id": answer_id,
-        "object": "list",
-        "data": data,
-        "model": body.model,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-    }
-    return JSONResponse(answer)
+
+    def answer() -> Response:
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _encoded(output.embedding or [], body.encoding_format),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        told = {"id": answer_id, "object": "list", "data": data, "model": body.model}
+        return JSONResponse({**told, "usage": {"prompt_tokens": count, "total_tokens": count}})
+
+    return await off_loop(sum(len(output.embedding or ()) for output in outputs), answer)
 
 
 def _encoded(values: list[float], form: str | None) -> list[float] | str:
@@ -105,11 +103,15 @@ async def tokenize(service: Service, request: Request) -> Response:
     else:
         prompt, special = body.prompt or "", body.add_special_tokens is not False
         ids = await off_loop(len(prompt), lambda: tokenizer.encode(prompt, special))
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.max_model_len}
-    answer["tokens"] = ids
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_string(token) for token in ids]
-    return JSONResponse(answer)
+
+    def answer() -> Response:
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.max_model_len}
+        told["tokens"] = ids
+        if body.return_token_strs:
+            told["token_strs"] = [tokenizer.token_string(token) for token in ids]
+        return JSONResponse(told)
+
+    return await off_loop(len(ids), answer)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
