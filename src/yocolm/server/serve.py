@@ -19,6 +19,7 @@ import uvicorn
 from yocolm.errors import ConfigError
 from yocolm.server.app import make_app
 from yocolm.server.errors import unavailable
+from yocolm.server.http import HttpProtocol
 from yocolm.server.service import Service
 
 log = logging.getLogger("yocolm.server")
@@ -151,6 +152,7 @@ def configure(service: Service) -> uvicorn.Config:
         make_app(service),
         root_path=settings.root_path,
         log_config=None,
+        http=HttpProtocol,
         access_log=settings.access_log,
         server_header=False,
         ssl_keyfile=settings.ssl_keyfile,
