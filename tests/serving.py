@@ -14,6 +14,7 @@ from scripted import scripted_engine
 from tiny import assert_empty
 from yocolm.chat import ChatTemplate
 from yocolm.engine.engine import Engine
+from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server.app import make_app, make_service
 from yocolm.server.service import Service
 from yocolm.server.settings import gather
@@ -85,3 +86,10 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     body = response.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     return body["error"]
+
+
+def part(text: str, token: int, finished: bool = False) -> RequestOutput:
+    """A delta of request "a" with one token."""
+    reason = "length" if finished else None
+    sample = CompletionOutput(0, text, [token], finish_reason=reason)
+    return RequestOutput("a", None, [1], None, [sample], finished)

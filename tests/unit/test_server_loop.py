@@ -12,15 +12,12 @@ import pytest
 import torch
 
 from scripted import say, scripted_engine
-from serving import client_of, error_of, events, service_of, talk
+from serving import client_of, error_of, events, part, service_of, talk
 from yocolm.engine.answers import Answer
-from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server import loop
-from yocolm.server.errors import ApiError, ClientGone
+from yocolm.server.errors import ApiError
 from yocolm.server.loop import Job, Mailbox
-from yocolm.server.outputs import merge
 from yocolm.server.service import Service
-from yocolm.server.stream import _good
 
 PATH = "/v1/completions"
 ENDLESS = say("o") * 100_000
@@ -375,57 +372,6 @@ def test_who_still_waits_when_it_stops() -> None:
     assert "shutting down" in error_of(asyncio.run(main()), 503)["message"]
 
 
-def part(text: str, token: int, finished: bool = False) -> RequestOutput:
-    reason = "length" if finished else None
-    sample = CompletionOutput(0, text, [token], finish_reason=reason)
-    return RequestOutput("a", None, [1], None, [sample], finished)
-
-
-def test_what_a_slow_reader_finds() -> None:
-    """All of it, as one; and no more is kept than the text and the tokens."""
-
-    async def main() -> None:
-        box = Mailbox([Job("a", [1], None)])
-        for number in range(1000):
-            box.push(part("x", number, finished=number == 999))
-        assert len(box._parts["a"]._outputs) < 300
-        output = (await box.take())["a"]
-        assert output.outputs[0].text == "x" * 1000 and output.finished and box.done
-        assert output.outputs[0].token_ids == list(range(1000))
-        assert output.outputs[0].finish_reason == "length"
-
-    asyncio.run(main())
-
-
-def test_a_mailbox_that_was_given_up() -> None:
-    async def main() -> None:
-        box = Mailbox([Job("a", [1], None)])
-        reader = asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        box.fail(ClientGone())
-        with pytest.raises(ClientGone):
-            await reader
-        with pytest.raises(ClientGone):
-            await box.take_all()
-
-    asyncio.run(main())
-
-
-def test_the_error_of_one_prompt_ends_the_wait_for_all() -> None:
-    async def main() -> None:
-        box = Mailbox([Job("a", [1], None), Job("b", [1], None)])
-        reader = asyncio.create_task(box.take_all())
-        await asyncio.sleep(0)
-        box.push(part("x", 1, finished=True))
-        await asyncio.sleep(0)
-        assert not reader.done()
-        box.push(RequestOutput("a", None, [1], None, [], False, error="broken"))
-        with pytest.raises(ApiError, match="broken"):
-            await asyncio.wait_for(reader, 30)
-
-    asyncio.run(main())
-
-
 def test_a_step_wakes_the_event_loop_once() -> None:
     """Steps that come before it has looked add nothing to its work."""
     service = service_of(scripted_engine([]))
@@ -445,14 +391,3 @@ def test_a_step_wakes_the_event_loop_once() -> None:
         assert len(service.loop._outbox) == 1
 
     asyncio.run(main())
-
-
-def test_what_was_drawn_before_an_error_is_streamed() -> None:
-    """Merged with the error, where the reader is slow: tokens first, without a reason to end."""
-    parts = [part("x", 1), part("y", 2)]
-    ended = CompletionOutput(1, "", [], finish_reason="error")
-    parts.append(RequestOutput("a", None, [1], None, [ended], True, error="broken"))
-    good = _good(merge(parts))
-    [sample] = good.outputs
-    assert sample.text == "xy" and sample.token_ids == [1, 2] and sample.finish_reason is None
-    assert _good(parts[0]) is parts[0]
