@@ -56,3 +56,26 @@ def test_every_answer_has_the_id_that_was_sent(
         assert len(first) == len(odd) == 32 and first != odd
 
     talk(service, work)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "application/json", "origin": "http://a.example"}, 200),
+        ({"content-type": "text/plain"}, 200),  # a command that names no type of its own
+        ({"content-type": "text/plain", "origin": "http://a.example"}, 415),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
+    ],
+)
+def test_pages_of_other_sites_and_packed_bodies_are_refused(
+    headers: dict[str, str], status: int
+) -> None:
+    service = service_of(scripted_engine(HELLO))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        content = b'{"model": "tiny", "prompt": "hello"}'
+        answer = await client.post("/tokenize", content=content, headers=headers)
+        assert answer.status_code == status
+        assert status == 200 or "send" in answer.json()["error"]["message"]
+
+    talk(service, work)

@@ -72,6 +72,7 @@ class Service:
         ``generates``: its jobs need the engine, so that a server that could not take one is not
         to spend more work on it.
         """
+        _check_headers(request)
         body = await request.body()
         request.state.arrival = time.monotonic()
         if generates:
@@ -207,6 +208,21 @@ class Service:
     def _give_up(self, box: Mailbox, error: Exception) -> None:
         box.fail(error)
         self.loop.close(box)
+
+
+def _check_headers(request: Request) -> None:
+    """Refuse a body that is not plain JSON.
+
+    Commands such as curl name another type unless told; of a browser's page that is how it would
+    get past the preflight of another site.
+    """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(f"content-encoding {shown(coding)} is not supported: send plain JSON", 415)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if not is_json and "origin" in request.headers:
+        raise ApiError(f"content-type {shown(kind)} is not supported: send application/json", 415)
 
 
 def _parse(model: type[Model], body: bytes) -> Model:
