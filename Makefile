@@ -44,7 +44,7 @@ check-clients: $(VENV)/runtime.stamp
 	BIN=$(BIN) bash bench/check_clients.sh
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-clients .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps depend on everything that decides what is installed. The build back end comes from the
