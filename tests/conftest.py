@@ -2,11 +2,15 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+# A shell's background jobs ignore it, their children too, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "OMP_NUM_THREADS" not in os.environ:
     # More threads than this only add noise and waiting to tensors as small as the tests'.
