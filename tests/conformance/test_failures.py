@@ -240,9 +240,9 @@ def test_an_interrupt_between_run_and_results(where: str, monkeypatch: pytest.Mo
         for after in (1, 2, 5):
             keep, stop = getattr(engine, where), once(KeyboardInterrupt(), after)
 
-            def interrupted(*args: Any, keep: Any = keep, stop: Any = stop) -> None:
+            def interrupted(*args: Any, keep: Any = keep, stop: Any = stop) -> Any:
                 stop()
-                keep(*args)
+                return keep(*args)
 
             monkeypatch.setattr(engine, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
