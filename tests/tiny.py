@@ -27,7 +27,7 @@ from yocolm.config import (
     WindowConfig,
     YocoConfig,
 )
-from yocolm.engine import state
+from yocolm.engine import handles, recurrent
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.plan import Plan
@@ -249,9 +249,9 @@ def make_engine(
 
 def shrink_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut everything that the ops cut into blocks so small that a short prompt fills several."""
-    monkeypatch.setattr(state, "RETENTION_CHUNK", 4)
-    monkeypatch.setattr(state, "TOKEN_BLOCK", 3)
-    monkeypatch.setattr(state, "MANY_ROWS", 5)
+    monkeypatch.setattr(recurrent, "RETENTION_CHUNK", 4)
+    monkeypatch.setattr(handles, "TOKEN_BLOCK", 3)
+    monkeypatch.setattr(handles, "MANY_ROWS", 5)
     monkeypatch.setattr(chunk_attention, "ROWS", 4)
     monkeypatch.setattr(chunk_attention, "MASK_ELEMENTS", 32)
     monkeypatch.setattr(band_attention, "BAND_BLOCK", 3)
