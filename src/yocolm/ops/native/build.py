@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+log = logging.getLogger("yocolm.native")
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++", "c++")
 # No -ffast-math: NaN and infinity must stay what they are.
@@ -115,6 +117,7 @@ def build(isa_name: str) -> Path:
     target = cache_folder() / f"native-{isa.name}-{_digest(compiler, isa)}.so"
     if target.exists():
         return target
+    log.warning("compiling native kernels for %s, once for this machine", isa.name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from yocolm.ops.native.build import BuildError, build, supported
 
+log = logging.getLogger("yocolm.native")
 SWITCH = "YOCOLM_NATIVE"
 OFF = ("0", "off", "no", "false")
 
 
 class Native(NamedTuple):
-    """The library, if there is one, and a line that says which, or why not."""
+    """The library, if there is one; its instruction set; which file it is, or why there is none."""
 
     handle: ctypes.CDLL | None
     isa: str | None
@@ -29,24 +31,28 @@ class Native(NamedTuple):
 def native() -> Native:
     """Load the library, compiling it first if need be. Never raises.
 
-    The environment variable ``YOCOLM_NATIVE`` turns it off (0), or names an instruction set.
+    The environment variable ``YOCOLM_NATIVE`` turns it off (0), or names an instruction set. Where
+    it is off for any other reason, that is logged once as a warning.
     """
     wanted = os.environ.get(SWITCH, "").strip().lower()
     if wanted in OFF:
-        return Native(None, None, f"off: {SWITCH}={wanted}")
-    found = supported()
-    if wanted and wanted not in found:
-        return Native(
-            None, None, f"off: {SWITCH}={wanted} is not one of {', '.join(found)} of this machine"
-        )
-    if not found:
-        return Native(None, None, "off: no kernels for this machine's instruction set")
-    isa = wanted or found[0]
+        return Native(None, None, f"{SWITCH}={wanted}")
     try:
+        isa = _choose(wanted)
         path = build(isa)
-        return Native(_load(path), isa, f"{isa}, {path}")
+        return Native(_load(path), isa, str(path))
     except (BuildError, OSError) as error:
-        return Native(None, None, f"off: {error}")
+        log.warning("native kernels are off: %s. PyTorch's operations are used, slower", error)
+        return Native(None, None, str(error))
+
+
+def _choose(wanted: str) -> str:
+    found = supported()
+    if not found:
+        raise BuildError("none are written for this processor")
+    if wanted and wanted not in found:
+        raise BuildError(f"{SWITCH}={wanted} is not 0 nor one of {', '.join(found)}")
+    return wanted or found[0]
 
 
 def _load(path: Path) -> ctypes.CDLL:
