@@ -81,4 +81,5 @@ def fits(x: Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float32)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and native().handle is not None
     )
