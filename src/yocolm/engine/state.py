@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from yocolm.engine.handles import PagedKV, WindowKV
-from yocolm.engine.recurrent import retain
+from yocolm.engine.recurrent import StagedRetention, retain
 from yocolm.models.base import KV, Batch
 from yocolm.models.spec import ModelSpec, Store
 
@@ -51,7 +51,7 @@ class PagedState:
             )
             for store in spec.recurrent_stores
         ]
-        self._staged: list[WindowKV] = []
+        self._staged: list[WindowKV | StagedRetention] = []
 
     # What the models call
 
@@ -71,10 +71,12 @@ class PagedState:
     def retain(
         self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
     ) -> Tensor:
-        return retain(self.recurrent[store], q, k, v, log_decay, batch)
+        out, staged = retain(self.recurrent[store], q, k, v, log_decay, batch)
+        self._staged.append(staged)
+        return out
 
     def commit(self) -> None:
-        """Move the step's window tokens into their rings. The last reader has run."""
+        """Make current what the step has staged. The last reader has run."""
         for staged in self._staged:
             staged.commit()
         self._staged.clear()

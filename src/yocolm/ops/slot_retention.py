@@ -1,0 +1,77 @@
+"""Gated retention on states that lie in the slots of a pool; inference only.
+
+Shapes as in ``ops/retention.py``; a pool is [slots, H, K, V], ``slots`` [S] int64 says where each
+sequence's state lies. Slots are distinct, but for those of pads, whose states nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.retention import CHUNK_SIZE, retention_chunkwise, retention_step
+
+
+def step_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Advance S sequences by a token each, their states in place.
+
+    q, k are [S, H, K], v is [S, H, V], log_decay [S, H]. Returns [S, H, V] in the dtype of ``v``.
+    """
+    state = pool[slots]
+    out = retention_step(q, k, v, log_decay, state, scale)
+    pool[slots] = state
+    return out
+
+
+def prefill_slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    blocks: Callable[[], Blocks],
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run packed sequences from their states in the pool on, which stays as it is.
+
+    ``cu_seqlens`` [S + 1] int64 says where each sequence's tokens start, ``blocks`` cuts them for
+    the form that needs it. Returns output [T, H, V] and final states [S, H, K, V].
+    """
+    state = pool.index_select(0, slots)
+    return retention_chunkwise(q, k, v, log_decay, blocks(), state, scale)
+
+
+def advance_slots(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+) -> None:
+    """Advance the states in the pool by ``counts`` [S] tokens from ``starts`` [S] on, both int64.
+
+    Other tokens may lie between the sequences.
+    """
+    within = torch.arange(int(counts.sum()), device=k.device)
+    within -= torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    token = torch.repeat_interleave(starts, counts) + within
+    blocks = cut_blocks(counts.tolist(), CHUNK_SIZE, k.device)
+    k = k[token]
+    state = pool.index_select(0, slots)
+    _, final = retention_chunkwise(k, k, v[token], log_decay[token], blocks, state)
+    pool.index_copy_(0, slots, final)
