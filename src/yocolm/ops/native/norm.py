@@ -1,4 +1,4 @@
-"""Root-mean-square norms, natively."""
+"""Root-mean-square norms, natively: forms of ``ops.norm`` for float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -19,8 +19,22 @@ def _rms_norm() -> Any:
     return function("yo_rms_norm", _P, _L, _P, _F, _P, _L, _L, _I, _I)
 
 
+@lru_cache(maxsize=1)
+def _add_norm() -> Any:
+    return function("yo_add_norm", _P, _P, _I, _P, _F, _P, _P, _F, _P, _P, _L, _L, _I, _I)
+
+
+@lru_cache(maxsize=1)
+def _gated_norm() -> Any:
+    return function("yo_gated_norm", _P, _L, _L, _P, _L, _L, _F, _P, _L, _L, _L, _I, _I)
+
+
+@lru_cache(maxsize=1)
+def _mix_inputs() -> Any:
+    return function("yo_mix_inputs", _P, _L, _F, _P, _F, _P, _L, _F, _P, _L, _L, _L, _I, _I)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """As ``ops.norm.rms_norm``; x [..., D] is float32 or bfloat16, as is the weight."""
     size = x.shape[-1]
     rows = x.reshape(-1, size) if x.dim() != 2 else x
     if rows.stride(1) != 1:
@@ -35,6 +49,98 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         len(rows),
         size,
         x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add_norm(
+    residual: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    scale: Tensor | None,
+    next_weight: Tensor | None,
+    next_eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and its norm if there is a ``next_weight``; without ``weight``, y is not normed."""
+    residual, y = residual.contiguous(), y.contiguous()
+    size = y.shape[-1]
+    x = torch.empty_like(y)
+    normed = None if next_weight is None else torch.empty_like(y)
+    _add_norm()(
+        residual.data_ptr(),
+        y.data_ptr(),
+        weight is not None,
+        None if weight is None else weight.data_ptr(),
+        eps,
+        None if scale is None else scale.data_ptr(),
+        None if next_weight is None else next_weight.data_ptr(),
+        next_eps,
+        x.data_ptr(),
+        None if normed is None else normed.data_ptr(),
+        y.numel() // size,
+        size,
+        y.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return x, normed
+
+
+def gated_norm(o: Tensor, gate: Tensor, eps: float) -> Tensor:
+    if o.stride(2) != 1:
+        o = o.contiguous()
+    if gate.stride(2) != 1:
+        gate = gate.contiguous()
+    rows, heads, size = o.shape
+    out = torch.empty(rows, heads, size, dtype=o.dtype)
+    _gated_norm()(
+        o.data_ptr(),
+        o.stride(0),
+        o.stride(1),
+        gate.data_ptr(),
+        gate.stride(0),
+        gate.stride(1),
+        eps,
+        out.data_ptr(),
+        rows,
+        heads,
+        size,
+        o.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def mix_inputs(
+    projected: Tensor,
+    scale: float,
+    weight: Tensor,
+    eps: float,
+    looked_up: Tensor,
+    table_scale: float,
+) -> Tensor:
+    if projected.stride(1) != 1:
+        projected = projected.contiguous()
+    if looked_up.stride(1) != 1:
+        looked_up = looked_up.contiguous()
+    rows, size = len(projected), len(weight)
+    parts = projected.shape[1] // size
+    out = torch.empty(rows, parts, size, dtype=projected.dtype)
+    _mix_inputs()(
+        projected.data_ptr(),
+        projected.stride(0),
+        scale,
+        weight.data_ptr(),
+        eps,
+        looked_up.data_ptr(),
+        looked_up.stride(0),
+        table_scale,
+        out.data_ptr(),
+        rows,
+        parts,
+        size,
+        projected.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return out
