@@ -285,7 +285,12 @@ def _add_info(commands: _Commands) -> None:
         description="Architecture, parameters, FLOPs of each half, and memory per kind of state, "
         "beside a Transformer of the same layout. Reads only the configuration.",
     )
-    _add_model(parser)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument(
+        "--ops",
+        action="store_true",
+        help="which form each operation takes on this machine (native or torch), and why",
+    )
     parser.add_argument(
         "--context", type=_size, metavar="N", help="tokens per sequence, such as 32K or 1M (1024s)"
     )

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from yocolm.config import GemmaConfig, LlamaConfig, ModelConfig, RetentionConfig, YocoConfig
+from yocolm.errors import ConfigError
 from yocolm.models.presets import llama_twin
 from yocolm.models.registry import load_config
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec, model_spec
+from yocolm.ops.native.report import report
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -25,6 +27,10 @@ class Workload:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.ops:
+        return _operations(arguments.json)
+    if arguments.model is None:
+        raise ConfigError("info needs a MODEL, or --ops for the operations of this machine")
     config = load_config(arguments.model)
     context = arguments.context or config.max_position_embeddings
     work = Workload(context, arguments.batch, _DTYPE_BYTES[arguments.kv_dtype])
@@ -46,6 +52,27 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         print(_table(columns, work, arguments.kv_dtype))
+    return 0
+
+
+def _operations(as_json: bool) -> int:
+    """Which form every operation takes on this machine, and why."""
+    found = report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    available = ", ".join(found["available"]) or "none"
+    library = found["library"] or f"off: {found['off_because']}"
+    rows = {
+        "instruction set": f"{found['instruction_set'] or 'none'} (this CPU has: {available})",
+        "native kernels": library,
+        "threads": str(found["threads"]),
+        "": "",
+        "on the CPU, without gradients": "float32   bfloat16  float64",
+    }
+    for name, forms in found["operations"].items():
+        rows[name] = "".join(f"{form:<10}" for form in forms.values())
+    print("\n".join(f"{name:<42}{value}".rstrip() for name, value in rows.items()))
     return 0
 
 

@@ -1,0 +1,57 @@
+"""Which form every operation takes on this machine, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+import torch
+
+from yocolm.ops.native.build import supported
+from yocolm.ops.native.library import native
+
+NATIVE, TORCH = "native", "torch"
+
+
+class Operation(NamedTuple):
+    """An operation, and the functions of the library that its native form calls."""
+
+    name: str
+    functions: tuple[str, ...]
+
+
+OPERATIONS = (
+    Operation("linear, 1-16 rows", ("yo_linear_rows",)),
+    Operation("linear, packed weights, any rows", ("yo_pack", "yo_packed_linear")),
+    Operation("RMS norm", ("yo_rms_norm",)),
+)
+
+
+class Report(TypedDict):
+    """What ``yocolm info --ops`` shows."""
+
+    instruction_set: str | None
+    available: list[str]
+    library: str | None
+    off_because: str | None
+    threads: int
+    operations: dict[str, dict[str, str]]
+
+
+def report() -> Report:
+    """Instruction set, library or the reason for none, threads, and each operation's form."""
+    found = native()
+    return {
+        "instruction_set": found.isa,
+        "available": supported(),
+        "library": None if found.handle is None else found.reason,
+        "off_because": found.reason if found.handle is None else None,
+        "threads": torch.get_num_threads(),
+        "operations": {operation.name: _forms(operation) for operation in OPERATIONS},
+    }
+
+
+def _forms(operation: Operation) -> dict[str, str]:
+    handle = native().handle
+    have = handle is not None and all(hasattr(handle, name) for name in operation.functions)
+    form = NATIVE if have else TORCH
+    return {"float32": form, "bfloat16": form, "float64": TORCH}
