@@ -12,10 +12,14 @@ as exact as position 1.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from yocolm.ops.native import heads as native
+from yocolm.ops.native.library import fits
 
 
 class Rotation(NamedTuple):
@@ -56,17 +60,44 @@ def rotation(
 
     ``fraction`` of the pairs turn, ``factor`` times slower than ``theta`` says.
     """
-    frequencies = inverse_frequencies(dim, theta, inclusive, positions.device, fraction) / factor
+    laws = _traced_frequencies if torch.compiler.is_compiling() else _cached_frequencies
+    frequencies = laws(dim, theta, inclusive, positions.device, fraction, factor)
+    if dtype == torch.float32 and native.indices_fit(positions):
+        return Rotation(*native.rotation(positions, frequencies), interleaved)
     angles = positions.double()[:, None, None] * frequencies
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
 
 
+def _traced_frequencies(
+    dim: int, theta: float, inclusive: bool, device: torch.device, fraction: float, factor: float
+) -> Tensor:
+    return inverse_frequencies(dim, theta, inclusive, device, fraction) / factor
+
+
+@lru_cache(maxsize=64)
+def _cached_frequencies(
+    dim: int, theta: float, inclusive: bool, device: torch.device, fraction: float, factor: float
+) -> Tensor:
+    with torch.inference_mode(False):  # may be used outside of it later
+        return _traced_frequencies(dim, theta, inclusive, device, fraction, factor)
+
+
+def tables_fit(table: Rotation | None, x: Tensor) -> bool:
+    """Whether native forms take these tables, or none at all, for the rows of ``x``."""
+    if table is None:
+        return True
+    cos = table.cos
+    return cos.dtype == torch.float32 and cos.shape[0] == x.shape[0] and cos.is_contiguous()
+
+
 def rotate(x: Tensor, table: Rotation) -> Tensor:
     """Rotate ``x`` [T, H, D] by its rows' angles, in the table's dtype; returns x's dtype."""
+    if fits(x) and tables_fit(table, x):
+        return native.finish_heads(x, None, None, table)
     turning = table.cos.shape[-1]
     if table.interleaved:
         assert 2 * turning == x.shape[-1], "a partial rotation is half-split"
-        pairs = torch.view_as_complex(x.to(table.cos.dtype).reshape(*x.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(x.to(table.cos.dtype).reshape(*x.shape[:-1], turning, 2))
         turned = torch.view_as_real(pairs * torch.complex(table.cos, table.sin))
         return turned.flatten(-2).to(x.dtype)
     halves = x.chunk(2, dim=-1)

@@ -35,18 +35,20 @@ def _mix_inputs() -> Any:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    size = x.shape[-1]
-    rows = x.reshape(-1, size) if x.dim() != 2 else x
-    if rows.stride(1) != 1:
+    *_, size = shape = x.shape
+    rows = x.reshape(-1, size) if len(shape) != 2 else x
+    stride, last = rows.stride()
+    if last != 1:
         rows = rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+        stride = size
+    out = x.new_empty(*shape)
     _rms_norm()(
         rows.data_ptr(),
-        rows.stride(0),
+        stride,
         None if weight is None else weight.data_ptr(),
         eps,
         out.data_ptr(),
-        len(rows),
+        rows.shape[0],
         size,
         x.dtype == torch.bfloat16,
         torch.get_num_threads(),
@@ -66,7 +68,7 @@ def add_norm(
     """The sum, and its norm if there is a ``next_weight``; without ``weight``, y is not normed."""
     residual, y = residual.contiguous(), y.contiguous()
     size = y.shape[-1]
-    x = torch.empty_like(y)
+    x = torch.empty_like(y)  # contiguous, as y is
     normed = None if next_weight is None else torch.empty_like(y)
     _add_norm()(
         residual.data_ptr(),
@@ -93,7 +95,7 @@ def gated_norm(o: Tensor, gate: Tensor, eps: float) -> Tensor:
     if gate.stride(2) != 1:
         gate = gate.contiguous()
     rows, heads, size = o.shape
-    out = torch.empty(rows, heads, size, dtype=o.dtype)
+    out = o.new_empty(rows, heads, size)
     _gated_norm()(
         o.data_ptr(),
         o.stride(0),
@@ -124,9 +126,10 @@ def mix_inputs(
         projected = projected.contiguous()
     if looked_up.stride(1) != 1:
         looked_up = looked_up.contiguous()
-    rows, size = len(projected), len(weight)
-    parts = projected.shape[1] // size
-    out = torch.empty(rows, parts, size, dtype=projected.dtype)
+    rows, width = projected.shape
+    size = weight.shape[0]
+    parts = width // size
+    out = projected.new_empty(rows, parts, size)
     _mix_inputs()(
         projected.data_ptr(),
         projected.stride(0),

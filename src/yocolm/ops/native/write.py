@@ -1,0 +1,117 @@
+"""Keys and values finished natively, and written where they are kept."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from yocolm.ops.native.heads import tables
+from yocolm.ops.native.library import function
+
+if TYPE_CHECKING:
+    from yocolm.ops.heads import KeyForm
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+@lru_cache(maxsize=1)
+def _write_heads() -> Any:
+    sources = [_P, _L, _L, _L, _P, _L, _L, _L]
+    form = [_P, _I, _F, _P, _P, _L, _I]
+    targets = [_P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I]
+    return function("yo_write_heads", *sources, *form, *targets)
+
+
+@lru_cache(maxsize=1)
+def _page_places() -> Any:
+    return function("yo_page_places", _P, _L, _P, _P, _L, _P, _P, _L)
+
+
+def finish_kv(k: Tensor, v: Tensor, form: KeyForm) -> tuple[Tensor, Tensor]:
+    """As ``ops.heads.finish_kv``."""
+    k_out, v_out = k.new_empty(*k.shape), v.new_empty(*v.shape)
+    _write(k, v, form, k_out, v_out, (None, None, None, k.shape[0], 0, False))
+    return k_out, v_out
+
+
+def write_heads(
+    k: Tensor,
+    v: Tensor,
+    form: KeyForm,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page: Tensor,
+    offset: Tensor,
+    rows: Tensor | None,
+    clear: bool,
+) -> None:
+    """As ``ops.heads.write_heads``; pools are contiguous, indices int64."""
+    page, offset = page.contiguous(), offset.contiguous()
+    indices = page.data_ptr(), offset.data_ptr(), None if rows is None else rows.data_ptr()
+    _write(k, v, form, k_pool, v_pool, (*indices, page.shape[0], k_pool.shape[2], clear))
+
+
+def _write(
+    k: Tensor, v: Tensor, form: KeyForm, k_out: Tensor, v_out: Tensor, places: tuple[Any, ...]
+) -> None:
+    k_row, k_head, last = k.stride()
+    if last != 1:
+        k = k.contiguous()
+        k_row, k_head, _ = k.stride()
+    v_row, v_head, last = v.stride()
+    if last != 1:
+        v = v.contiguous()
+        v_row, v_head, _ = v.stride()
+    _, heads, k_size = k.shape
+    k_norm, v_norm, eps, rope = form
+    page, offset, rows, count, page_size, clear = places
+    _write_heads()(
+        k.data_ptr(),
+        k_row,
+        k_head,
+        k_size,
+        v.data_ptr(),
+        v_row,
+        v_head,
+        v.shape[2],
+        None if k_norm is None else k_norm.data_ptr(),
+        v_norm,
+        eps,
+        *tables(rope),
+        k_out.data_ptr(),
+        v_out.data_ptr(),
+        page,
+        offset,
+        rows,
+        count,
+        heads,
+        page_size,
+        clear,
+        k.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+
+
+def page_places(
+    block_table: Tensor, seq_ids: Tensor, positions: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """As ``ops.heads.page_places``; everything is int64."""
+    seq_ids, positions = seq_ids.contiguous(), positions.contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    page, offset = torch.empty_like(positions), torch.empty_like(positions)
+    _page_places()(
+        block_table.data_ptr(),
+        block_table.stride(0),
+        seq_ids.data_ptr(),
+        positions.data_ptr(),
+        page_size,
+        page.data_ptr(),
+        offset.data_ptr(),
+        positions.shape[0],
+    )
+    return page, offset
