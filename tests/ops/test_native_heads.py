@@ -98,9 +98,8 @@ def test_pages_are_cleared_and_written(count: int, dtype: str) -> None:
     assert torch.equal(offset, positions % size)
     fused = surrounded(len(page), 2 * heads, dim, dtype=dtype, seed=3)
     k, v = fused[:, :heads], fused[:, heads:, : dim // 2]
-    form = KeyForm(
-        randn(dim, dtype=DTYPES[dtype], seed=4), True, EPS, table(len(page), dim, "halves")
-    )
+    weight, rope = randn(dim, dtype=DTYPES[dtype], seed=4), table(len(page), dim, "halves")
+    form = KeyForm(weight, True, EPS, rope)
 
     def pools(kind: torch.dtype) -> list[Tensor]:
         filled = [torch.full((100, heads, size, d), float("nan"), dtype=kind) for d in (24, 12)]
@@ -110,8 +109,9 @@ def test_pages_are_cleared_and_written(count: int, dtype: str) -> None:
 
     with torch.no_grad(), threads(count):
         written, expected = pools(DTYPES[dtype]), pools(torch.float64)
-        write_heads(k, v, form, *written, page, offset)
-        write_heads(*wide((k, v, form)), *expected, page, offset)
+        write_heads(k, v, form, written[0], written[1], page, offset)
+        k, v, form = wide((k, v, form))
+        write_heads(k, v, form, expected[0], expected[1], page, offset)
         for got, exact in zip(written, expected, strict=True):
             assert torch.equal(got.isnan(), exact.isnan())
             assert torch.equal(got == 7.0, exact == 7.0) and torch.equal(got == 0, exact == 0)
@@ -147,7 +147,7 @@ def test_a_pool_of_another_dtype_is_written_by_pytorch() -> None:
     k = randn(2, 1, 8, dtype=torch.float32)
     pools = [torch.ones(2, 1, 4, 8, dtype=torch.bfloat16) for _ in range(2)]
     with torch.no_grad():
-        write_heads(k, k, KeyForm(), *pools, torch.tensor([1, 1]), torch.tensor([0, 1]))
+        write_heads(k, k, KeyForm(), pools[0], pools[1], torch.tensor([1, 1]), torch.tensor([0, 1]))
     assert torch.equal(pools[1][1, 0, :2], k[:, 0].bfloat16())
     assert bool((pools[0][1, 0, 2:] == 0).all()) and bool((pools[0][0] == 1).all())
 

@@ -1,4 +1,4 @@
-"""What is done to projected heads before attention: norms and rotation, and writing keys and values.
+"""What is done to projected heads before attention: norms, rotation, writing keys and values.
 
 On the CPU, in float32 and bfloat16, and without gradients, each of these is one native call, which
 reads views of a fused projection in place and writes straight to where keys and values are kept.
