@@ -7,8 +7,9 @@ from torch import Tensor
 
 from yocolm.engine.handles import PagedKV, WindowKV
 from yocolm.engine.recurrent import StagedRetention, retain
-from yocolm.models.base import KV, Batch
+from yocolm.models.base import AS_IS, KV, Batch
 from yocolm.models.spec import ModelSpec, Store
+from yocolm.ops.heads import KeyForm, finish_kv, page_places, write_heads
 
 
 class PagedState:
@@ -55,16 +56,18 @@ class PagedState:
 
     # What the models call
 
-    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
+    def append_global(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, form: KeyForm = AS_IS
+    ) -> KV:
         k_pages, v_pages = self.pages[store]
-        page, offset, fresh = batch.memo("places", lambda: self._places(batch))
-        for pages, x in ((k_pages, k), (v_pages, v)):
-            pages[fresh] = 0  # a page's last owner may have left infinities, which no mask can hide
-            pages[page, :, offset] = x.to(pages.dtype)
+        page, offset = batch.memo("places", lambda: self._places(batch))
+        write_heads(k, v, form, k_pages, v_pages, page, offset)
         return PagedKV(k_pages, v_pages)
 
-    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
-        staged = WindowKV(*self.rings[store], k, v, batch)
+    def append_window(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int, form: KeyForm = AS_IS
+    ) -> KV:
+        staged = WindowKV(*self.rings[store], *finish_kv(k, v, form), batch)
         self._staged.append(staged)
         return staged
 
@@ -101,8 +104,6 @@ class PagedState:
     def _slot_pools(self) -> list[Tensor]:
         return [*(t for pair in self.rings for t in pair), *self.recurrent]
 
-    def _places(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Page and offset of every token, and the pages that the step begins."""
-        page = batch.block_table[batch.seq_ids, batch.positions // self.page_size]
-        offset = batch.positions % self.page_size
-        return page, offset, page[offset == 0]
+    def _places(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Page and offset of every token."""
+        return page_places(batch.block_table, batch.seq_ids, batch.positions, self.page_size)

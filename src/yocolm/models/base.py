@@ -15,6 +15,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from yocolm.ops.heads import KeyForm
+
+AS_IS = KeyForm()
 Plan = TypeVar("Plan")
 Handles = Any  # what the second half reads: a KV handle, or one for each type of layer
 
@@ -113,11 +116,18 @@ class KV(Protocol):
 class State(Protocol):
     """All that a forward pass remembers; ``store`` numbers those of one kind in layer order."""
 
-    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
-        """Write a step's k, v [T, kv heads, head size] to a growing store; return its handle."""
+    def append_global(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, form: KeyForm = AS_IS
+    ) -> KV:
+        """Write a step's k, v [T, kv heads, head size] to a growing store; return its handle.
+
+        ``form`` says what is still to be done to them: norms and rotation.
+        """
         ...
 
-    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
+    def append_window(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int, form: KeyForm = AS_IS
+    ) -> KV:
         """Stage a step's k, v; the handle sees each row's last ``window`` tokens, it included."""
         ...
 

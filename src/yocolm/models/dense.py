@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from yocolm.models.base import KV, Batch
+from yocolm.models.base import AS_IS, KV, Batch
 from yocolm.models.spec import RETENTION_CHUNK
 from yocolm.ops.attention import causal_attention, window_attention
 from yocolm.ops.block_attention import (
@@ -17,6 +17,7 @@ from yocolm.ops.block_attention import (
     token_pairs,
 )
 from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.heads import KeyForm, finish_kv
 from yocolm.ops.retention import retention_chunkwise
 
 KEY_BLOCK = 64  # tokens a key block where rows are few or capped
@@ -63,11 +64,15 @@ class DenseState:
     def __init__(self, chunk_size: int = RETENTION_CHUNK) -> None:
         self.chunk_size = chunk_size
 
-    def append_global(self, store: int, k: Tensor, v: Tensor, batch: Batch) -> KV:
-        return DenseKV(k, v, batch)
+    def append_global(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, form: KeyForm = AS_IS
+    ) -> KV:
+        return DenseKV(*finish_kv(k, v, form), batch)
 
-    def append_window(self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int) -> KV:
-        return DenseKV(k, v, batch, window)
+    def append_window(
+        self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int, form: KeyForm = AS_IS
+    ) -> KV:
+        return DenseKV(*finish_kv(k, v, form), batch, window)
 
     def retain(
         self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
