@@ -95,9 +95,12 @@ def retain(
         out = step_slots(q, k, v, log_decay, pool, batch.slots)
         return out, StagedRetention(pool, batch, len(q), None, None)
     singles = leading_singles(batch)
-    rest = slice(singles, None)
+    one, rest = slice(0, singles), slice(singles, None)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if singles:
+        step_slots(q[one], k[one], v[one], log_decay[one], pool, batch.slots[one], out=out[one])
     cu_seqlens = batch.memo("behind singles", lambda: batch.cu_seqlens[singles:] - singles)
-    out, final = prefill_slots(
+    _, final = prefill_slots(
         q[rest],
         k[rest],
         v[rest],
@@ -106,11 +109,8 @@ def retain(
         batch.slots[rest],
         cu_seqlens,
         lambda: batch.memo("chunks", lambda: _chunks(batch, singles)),
+        out=out[rest],
     )
-    if singles:
-        one = slice(0, singles)
-        first = step_slots(q[one], k[one], v[one], log_decay[one], pool, batch.slots[one])
-        out = torch.cat((first, out))
     kept = _keep(k, v, log_decay, batch, singles)
     return out, StagedRetention(pool, batch, singles, final, kept)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.native import retention as native
+from yocolm.ops.native.library import fits
 from yocolm.ops.retention import CHUNK_SIZE, retention_chunkwise, retention_step
 
 
@@ -23,15 +25,21 @@ def step_slots(
     pool: Tensor,
     slots: Tensor,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Advance S sequences by a token each, their states in place.
 
-    q, k are [S, H, K], v is [S, H, V], log_decay [S, H]. Returns [S, H, V] in the dtype of ``v``.
+    q, k are [S, H, K], v is [S, H, V], log_decay [S, H]. Returns [S, H, V] in the dtype of ``v``,
+    in ``out`` if that is given, which is contiguous.
     """
-    state = pool[slots]
-    out = retention_step(q, k, v, log_decay, state, scale)
-    pool[slots] = state
-    return out
+    if _native(q, k, v, log_decay, pool):
+        return native.retention_step(q, k, v, log_decay, pool, slots, scale, out)
+    where = _side_by_side(slots)
+    state = pool[where]
+    result = retention_step(q, k, v, log_decay, state, scale)
+    if where is slots:
+        pool[slots] = state
+    return result if out is None else out.copy_(result)
 
 
 def prefill_slots(
@@ -44,14 +52,19 @@ def prefill_slots(
     cu_seqlens: Tensor,
     blocks: Callable[[], Blocks],
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run packed sequences from their states in the pool on, which stays as it is.
 
     ``cu_seqlens`` [S + 1] int64 says where each sequence's tokens start, ``blocks`` cuts them for
-    the form that needs it. Returns output [T, H, V] and final states [S, H, K, V].
+    the form that needs it. Returns output [T, H, V], in ``out`` if that is given, which is
+    contiguous, and final states [S, H, K, V].
     """
+    if _native(q, k, v, log_decay, pool):
+        return native.retention_prefill(q, k, v, log_decay, pool, slots, cu_seqlens, scale, out)
     state = pool.index_select(0, slots)
-    return retention_chunkwise(q, k, v, log_decay, blocks(), state, scale)
+    result, final = retention_chunkwise(q, k, v, log_decay, blocks(), state, scale)
+    return result if out is None else out.copy_(result), final
 
 
 def advance_slots(
@@ -67,6 +80,9 @@ def advance_slots(
 
     Other tokens may lie between the sequences.
     """
+    if _native(k, k, v, log_decay, pool):
+        native.retention_advance(k, v, log_decay, pool, slots, starts, counts)
+        return
     within = torch.arange(int(counts.sum()), device=k.device)
     within -= torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     token = torch.repeat_interleave(starts, counts) + within
@@ -75,3 +91,21 @@ def advance_slots(
     state = pool.index_select(0, slots)
     _, final = retention_chunkwise(k, k, v[token], log_decay[token], blocks, state)
     pool.index_copy_(0, slots, final)
+
+
+def _side_by_side(slots: Tensor) -> slice | Tensor:
+    """``slots`` as a slice where that is cheap to find out: such states need no copy."""
+    if not (slots.is_cpu and len(slots)) or torch.compiler.is_compiling():
+        return slots
+    first = int(slots[0])
+    run = torch.arange(first, first + len(slots))
+    return slice(first, first + len(slots)) if torch.equal(slots, run) else slots
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor) -> bool:
+    return (
+        fits(q)
+        and q.dtype == k.dtype == v.dtype
+        and log_decay.dtype == pool.dtype == torch.float32
+        and pool.is_contiguous()
+    )
