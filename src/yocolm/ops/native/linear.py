@@ -12,6 +12,7 @@ from torch import Tensor
 from yocolm.ops.native.library import function
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2}
 
 
 @lru_cache(maxsize=1)
@@ -19,14 +20,27 @@ def _linear_rows() -> Any:
     return function("yo_linear_rows", _P, _L, _P, _L, _P, _P, _L, _L, _L, _I, _I)
 
 
+@lru_cache(maxsize=1)
+def _pack() -> Any:
+    return function("yo_pack", _P, _L, _L, _L, _I, _P, _I, _I)
+
+
+@lru_cache(maxsize=1)
+def _packed_linear() -> Any:
+    strided, sizes, kinds = (_P, _L), (_L, _L, _L, _L), (_I, _I, _I, _I)
+    return function("yo_packed_linear", *strided, _P, _P, *strided, *strided, *sizes, *kinds)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x`` as a matrix whose rows are contiguous: a view where it can be one."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` [..., K] times ``weight`` [N, K] transposed; both float32 or both bfloat16."""
-    k = x.shape[-1]
-    rows = x if x.dim() == 2 else x.reshape(-1, k)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    n = weight.shape[0]
-    count = rows.shape[0]
+    rows = _rows(x)
+    n, k = weight.shape
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
     _linear_rows()(
         rows.data_ptr(),
@@ -35,9 +49,65 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight.stride(0),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        count,
+        rows.shape[0],
         n,
         k,
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def pack(weight: Tensor, glu: bool, out: Tensor) -> None:
+    """Write ``weight`` [N, K], rows contiguous, into ``out`` as panels."""
+    n, k = weight.shape
+    _pack()(
+        weight.data_ptr(),
+        weight.stride(0),
+        n,
+        k,
+        glu,
+        out.data_ptr(),
+        weight.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+
+
+def packed_linear(
+    x: Tensor,
+    panels: Tensor,
+    bias: Tensor | None,
+    glu: bool,
+    start: int,
+    stop: int,
+    activation: str | None,
+    other: Tensor | None,
+) -> Tensor:
+    """Outputs ``start`` to ``stop`` - 1; see ``ops.linear.packed_linear``."""
+    rows = _rows(x)
+    count, k = rows.shape
+    n = stop - start
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+    if other is None:
+        beside, stride = None, 0
+    else:
+        other = _rows(other)
+        beside, stride = other.data_ptr(), other.stride(0)
+    _packed_linear()(
+        rows.data_ptr(),
+        rows.stride(0),
+        panels.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        beside,
+        stride,
+        out.data_ptr(),
+        n,
+        count,
+        k,
+        start,
+        stop,
+        ACTIVATIONS[activation],
+        glu,
         x.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )

@@ -14,7 +14,7 @@ namespace yo {
 
 constexpr int PANEL = 32;                       // columns of a panel
 constexpr int TILE_ROWS = VL == 16 ? 12 : 6;    // most rows of a tile: what the registers hold
-constexpr int64_t PREFETCH = 4096;              // bytes of the panel ahead of its use
+constexpr int64_t PREFETCH = 4096;              // bytes from a panel's use to what is fetched
 
 template <class T>
 constexpr int LINE = 64 / (int)sizeof(T);
@@ -102,32 +102,32 @@ inline __attribute__((always_inline)) void step(vf (&acc)[M][N], const float* a,
         for (int j = 0; j < N; ++j) acc[r][j] += a[r * LINE<float>] * columns[j];
 }
 
+// What is fetched while a tile is made: a line every `step` bytes from `at` on, for every 64 bytes of
+// the panel one.
+struct Ahead {
+    const char* at;
+    int64_t step;
+};
+
 // c [M, N * VL] (+)= the block times N vectors of the panel's columns.
 template <int M, int N, class TA, class TB>
-void columns(int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool add) {
+void columns(int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool add, Ahead ahead) {
     constexpr int WIDTH = std::is_same<TB, bf16>::value ? 2 : 1;  // values of k in a step
     constexpr int STEPS = LINE<TA> / WIDTH;                       // steps in a line
-    constexpr int CHAINS = M * N <= 4 ? 2 : 1;                    // sums side by side hide latency
     constexpr int64_t ROW = PANEL * WIDTH;
-    vf acc[M][N], second[M][N];
+    vf acc[M][N];
 #pragma GCC unroll 16
     for (int r = 0; r < M; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) {
-            acc[r][j] = add ? load(c + r * ldc + j * VL) : vf{};
-            second[r][j] = vf{};
-        }
+        for (int j = 0; j < N; ++j) acc[r][j] = add ? load(c + r * ldc + j * VL) : vf{};
     int64_t steps = (k + WIDTH - 1) / WIDTH;
     for (; steps >= STEPS; steps -= STEPS, a += M * LINE<TA>) {
 #pragma GCC unroll 2
         for (int s = 0; s < STEPS; s += 2, b += 2 * ROW) {
-            for (int64_t ahead = 0; ahead < 2 * ROW; ahead += LINE<TB>)
-                __builtin_prefetch(b + ahead + PREFETCH / (int64_t)sizeof(TB));
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i, ahead.at += ahead.step) __builtin_prefetch(ahead.at);
             step<M, N>(acc, a + s * WIDTH, b);
-            if constexpr (CHAINS == 2)
-                step<M, N>(second, a + (s + 1) * WIDTH, b + ROW);
-            else
-                step<M, N>(acc, a + (s + 1) * WIDTH, b + ROW);
+            step<M, N>(acc, a + (s + 1) * WIDTH, b + ROW);
         }
     }
     for (int64_t s = 0; s < steps; ++s, b += ROW) step<M, N>(acc, a + s * WIDTH, b);
@@ -135,26 +135,36 @@ void columns(int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool ad
     for (int r = 0; r < M; ++r)
 #pragma GCC unroll 8
         for (int j = 0; j < N; ++j)
-            store(c + r * ldc + j * VL, CHAINS == 2 ? acc[r][j] + second[r][j] : acc[r][j]);
+            store(c + r * ldc + j * VL, acc[r][j]);
 }
 
 template <int M, class TA, class TB>
-void rows(int m, int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool add) {
+void rows(int m, int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool add,
+          Ahead ahead) {
     if constexpr (M > 1) {
-        if (m < M) return rows<M - 1>(m, k, a, b, c, ldc, add);
+        if (m < M) return rows<M - 1>(m, k, a, b, c, ldc, add, ahead);
     }
     constexpr int N = VECTORS<M>, WIDTH = std::is_same<TB, bf16>::value ? 2 : 1;
-    for (int j = 0; j < PANEL; j += N * VL) columns<M, N>(k, a, b + j * WIDTH, c + j, ldc, add);
+    for (int j = 0; j < PANEL; j += N * VL)
+        columns<M, N>(k, a, b + j * WIDTH, c + j, ldc, add, ahead);
 }
 
 }  // namespace gemm
 
 // c [m, 32], rows `ldc` apart, = a block of m rows (1 .. TILE_ROWS) times a panel; `add`: += instead.
-// Sums in float32. An element of c depends on its row of A and its column of B alone.
+// Sums in float32, in the order of k for every m: an element of c is the same to the last bit
+// whatever rows are beside its own.
+//
+// Meanwhile the panel is fetched from PREFETCH bytes ahead on, which is right where each panel is used
+// once. Where `tiles` of them use the same panel, the one called `index` fetches its share of the
+// panel after it.
 template <class TA, class TB>
 inline void tile(int m, int64_t k, const TA* block, const TB* panel, float* c, int64_t ldc,
-                 bool add = false) {
-    gemm::rows<TILE_ROWS>(m, k, block, panel, c, ldc, add);
+                 bool add = false, int64_t index = 0, int64_t tiles = 1) {
+    const int64_t size = panel_size<TB>(k) * (int64_t)sizeof(TB);
+    const int64_t from = tiles == 1 ? PREFETCH : size + size * index / tiles;
+    gemm::rows<TILE_ROWS>(m, k, block, panel, c, ldc, add,
+                          {(const char*)panel + from, (64 + tiles - 1) / tiles});
 }
 
 }  // namespace yo
