@@ -5,8 +5,8 @@ far the prediction was off for the one. Both are linear in the streams: one pass
 the layer, in ``correct``, does both. Before the layer, only the active stream is needed. The
 streams are the residual path, so all of this is computed in their dtype, under autocast too.
 
-On the CPU, in float32 and bfloat16, and without gradients, each of these is one native call. Shapes:
-T tokens (or rows), D hidden size, S streams, which lie side by side: [T, D, S].
+On the CPU, in float32 and bfloat16, and without gradients, each of these is one native call. Shape
+letters: T tokens (or rows), D hidden size, S streams, which lie side by side: [T, D, S].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_MAGNITUDE = 1e-5**0.5
 
 
 class Router(NamedTuple):
-    """What leads from a stream [T, D] to coefficients: weights of a norm [D] and a linear [S, D]."""
+    """What leads from a stream to coefficients: weights of a norm [D] and of a linear [S, D]."""
 
     norm: Tensor
     eps: float
@@ -65,7 +65,7 @@ def predict(
     ``prediction`` [S * S, S] leads from the router's outputs to the mixing; ``next_weight`` is of
     the layer's norm.
     """
-    if _fit(x, *router[::2], prediction, next_weight):
+    if _fit(x, router.norm, router.weight, prediction, next_weight):
         return Prediction(*native.predict(x, router, prediction, active, next_weight, next_eps))
     streams = x.shape[-1]
     stream = x[..., active].contiguous()
@@ -118,7 +118,7 @@ def correction(
     number, ``scale`` [D] multiplies it once corrected, or is None.
     """
     few = weight.shape[0] <= native.MAX_STREAMS
-    if few and _fit(h, y, y_weight, active, *router[::2], weight, scale):
+    if few and _fit(h, y, y_weight, active, router.norm, router.weight, weight, scale):
         return Correction(
             *native.correction(h, y, y_weight, eps, active, router, weight, index, scale)
         )
