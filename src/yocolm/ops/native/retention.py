@@ -85,7 +85,7 @@ def retention_prefill(
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype)
     final = torch.empty(len(slots), *pool.shape[1:])
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scale = float(q.shape[2] ** -0.5) if scale is None else scale
     starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
     _run(q, k, v, log_decay, (pool, slots), (final, None), out, starts, stops, scale)
     return out, final
