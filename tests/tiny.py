@@ -37,6 +37,7 @@ from yocolm.engine.settings import EngineSettings
 from yocolm.models import dense
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
+from yocolm.models.layers import pack_weights
 from yocolm.models.registry import build_model
 from yocolm.models.spec import model_spec
 from yocolm.ops import band_attention, block_attention, chunk_attention
@@ -197,6 +198,14 @@ def tiny_model(name: str, dtype: str = "float32") -> nn.Module:
     return fresh_model(name, dtype)
 
 
+@lru_cache
+def served_model(name: str, dtype: str = "float32") -> nn.Module:
+    """The same as it is served: its weights packed, where there are native kernels."""
+    model = fresh_model(name, dtype)
+    pack_weights(model)
+    return model
+
+
 @torch.no_grad()
 def fresh_model(name: str, dtype: str = "float32") -> nn.Module:
     """Weights that leave nothing idle: norms away from 1, biases from 0, gates widely spread."""
@@ -243,7 +252,7 @@ def make_engine(
         page_size=page_size,
         fast_prefill=fast_prefill,
     )
-    module = cast(CausalLM, tiny_model(name, dtype) if model is None else model)
+    module = cast(CausalLM, served_model(name, dtype) if model is None else model)
     return Engine(module, FAMILIES[name], tokenizer, settings, eos)
 
 

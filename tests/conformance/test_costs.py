@@ -20,7 +20,7 @@ def projection_flops(counter: FlopCounterMode) -> int:
 def test_projections_of_the_dense_forward(name: str, rows: list[int] | None) -> None:
     lengths = (9, 13)
     with FlopCounterMode(display=False) as counter:
-        packed_logits(tiny_model(name), [prompt_of(length) for length in lengths], rows)
+        packed_logits(tiny_model(name, "float64"), [prompt_of(length) for length in lengths], rows)
     spec, num_rows = model_spec(FAMILIES[name]), sum(lengths) if rows is None else len(rows)
     per_row = spec.read_flops_per_row + spec.logits_flops_per_row
     expected = sum(lengths) * spec.write_flops_per_token + num_rows * per_row
@@ -30,7 +30,7 @@ def test_projections_of_the_dense_forward(name: str, rows: list[int] | None) -> 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_projections_of_the_engine(name: str) -> None:
     """Chunks, decodes and scores cost what their tokens and rows cost, and no more."""
-    engine = make_engine(name, budget=7)
+    engine = make_engine(name, "float64", budget=7)  # in torch, whose operations are counted
     plain = greedy(3, prompt_logprobs=None)
     requests = {"plain": (prompt_of(20), plain), "scored": (prompt_of(9), greedy(2))}
     with FlopCounterMode(display=False) as counter:

@@ -84,6 +84,7 @@ class LLM:
             require_device(device),
             seed,
             per_layer_tables=per_layer_tables,
+            packed=True,
             show_progress=True,
         )
         tokenizer = None if skip_tokenizer_init else load_tokenizer(source)

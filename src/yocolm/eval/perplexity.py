@@ -130,7 +130,9 @@ def perplexity(
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer; perplexity of a text needs one")
     text = tokenise(tokenizer, content)
-    module, config = load_model(model, dtype, require_device(device), show_progress=True)
+    module, config = load_model(
+        model, dtype, require_device(device), packed=True, show_progress=True
+    )
     if context is None:
         context = min(config.max_position_embeddings, DEFAULT_CONTEXT_LIMIT)
     return score(

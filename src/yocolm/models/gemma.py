@@ -1,4 +1,4 @@
-"""What Gemma 3n and Gemma 4 share: attention, per-layer inputs, the gated MLP.
+"""What Gemma 3n and Gemma 4 share: attention and per-layer inputs.
 
 Shape letters as in ``models/base.py``; N layers, P width of the per-layer inputs.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yocolm.configs.gemma import FULL, SLIDING, GemmaConfig, LayerType
 from yocolm.models.base import KV, Batch, State
-from yocolm.models.layers import Linear, RMSNorm, rope_tables, rounded
-from yocolm.ops.norm import rms_norm
-from yocolm.ops.rope import Rotation, rotate
+from yocolm.models.layers import Linear, RMSNorm, rope_tables
+from yocolm.ops.dtypes import rounded
+from yocolm.ops.heads import KeyForm, finish_heads
+from yocolm.ops.norm import mix_inputs
+from yocolm.ops.rope import Rotation
 
 Ropes = dict[LayerType, Rotation]
 KVs = dict[LayerType, KV]  # what readers of each type of layer read
@@ -48,30 +49,18 @@ class GemmaAttention(nn.Module):
 
     def write(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
         heads = self.heads
-        kv = self.qkv.part(x, self.q_size, self.qkv_size).unflatten(-1, (-1, heads.head_dim))
+        kv = self.qkv.part(x, self.q_size, self.qkv_size).view(len(x), -1, heads.head_dim)
         k, v = kv[:, : heads.num_kv_heads], kv[:, -heads.num_kv_heads :]  # the same if k_is_v
-        k, v = rotate(self.k_norm(k), rope), rms_norm(v, None, self.norm_eps)
+        form = KeyForm(self.k_norm.weight, True, self.norm_eps, rope)
         if heads.window:
-            return state.append_window(self.store, k, v, batch, heads.window)
-        return state.append_global(self.store, k, v, batch)
+            return state.append_window(self.store, k, v, batch, heads.window, form)
+        return state.append_global(self.store, k, v, batch, form)
 
     def read(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
         q = self.qkv.part(x, 0, self.q_size) if self.owns_kv else self.q(x)
-        q = rotate(self.q_norm(q.unflatten(-1, (-1, self.heads.head_dim))), rope)
+        q = q.view(len(x), -1, self.heads.head_dim)
+        q = finish_heads(q, self.q_norm.weight, self.norm_eps, rope)
         return self.o(kv.attend(q, batch, scale=1.0).flatten(1))
-
-
-class GegluMLP(nn.Module):
-    """Gated MLP: ``down(gelu(gate(x)) * up(x))``, with the tanh form of GELU."""
-
-    def __init__(self, size: int, width: int) -> None:
-        super().__init__()
-        self.gate_up = Linear(size, 2 * width)
-        self.down = Linear(width, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(gelu(gate) * up)
 
 
 class LookupTable(nn.Module):
@@ -95,7 +84,7 @@ class LookupTable(nn.Module):
         self._release = release
 
     def forward(self, tokens: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Columns ``start`` to ``stop`` of ``tokens`` [R], times the scale: [R, stop - start].
+        """Columns ``start`` to ``stop`` of ``tokens`` [R], not yet scaled: [R, stop - start].
 
         Tokens beyond the table use row 0.
         """
@@ -106,7 +95,7 @@ class LookupTable(nn.Module):
             if self._rows >= RELEASE_ROWS:
                 self._release()
                 self._rows = 0
-        return found.to(tokens.device, dtype) * rounded(self.scale, dtype)
+        return found.to(tokens.device, dtype)
 
 
 class PerLayerInputs(nn.Module):
@@ -123,15 +112,11 @@ class PerLayerInputs(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
         """Inputs [R, P] of layers ``first`` to ``stop - 1``, from embeddings x [R, D] of tokens."""
         columns = first * self.size, stop * self.size
-        projected = self.projection.part(x, *columns) * self.scale
-        projected = self.norm(projected.unflatten(-1, (-1, self.size)))
-        looked_up = self.table(tokens, *columns, x.dtype).view_as(projected)
-        return ((projected + looked_up) * 2**-0.5).unbind(1)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form."""
-    return F.gelu(x, approximate="tanh")
+        projected = self.projection.part(x, *columns)
+        found, scale = self.table(tokens, *columns, x.dtype), rounded(self.table.scale, x.dtype)
+        norm = self.norm
+        mixed = mix_inputs(projected, self.scale, norm.weight, norm.eps, found, scale)
+        return mixed.unbind(1)
 
 
 def gemma_ropes(config: GemmaConfig, batch: Batch, dtype: torch.dtype) -> Ropes:

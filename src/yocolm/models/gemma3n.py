@@ -14,40 +14,50 @@ Tensor names are transformers', up to the stacking of projections of one input.
 from __future__ import annotations
 
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma3n import Gemma3nConfig
 from yocolm.models.base import KV, Batch, State
 from yocolm.models.gemma import (
-    GegluMLP,
     GemmaAttention,
     KVs,
     PerLayerInputs,
-    gelu,
     gemma_ropes,
 )
 from yocolm.models.layers import (
     Decoder,
     Embedding,
+    GatedMLP,
     Linear,
     RMSNorm,
     init_weights,
-    own_dtype,
-    rounded,
     soft_cap,
 )
+from yocolm.ops.altup import (
+    Correction,
+    Prediction,
+    Router,
+    correct,
+    correction,
+    join,
+    merge,
+    predict,
+    spread,
+)
+from yocolm.ops.gated import sparse_gelu_glu
+from yocolm.ops.linear import linear
 from yocolm.ops.rope import Rotation
-
-MIN_MAGNITUDE = 1e-5**0.5
 
 
 class Laurel(nn.Module):
-    """A low-rank addition to the residual path (LAuReL, Menghani et al., arXiv 2411.07501)."""
+    """A low-rank addition to the residual path (LAuReL, Menghani et al., arXiv 2411.07501).
+
+    Its norm and sum are made with those behind attention, see ``ops.altup.join``.
+    """
 
     def __init__(self, config: Gemma3nConfig) -> None:
         super().__init__()
@@ -56,39 +66,37 @@ class Laurel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.right(self.left(x)))
+        return self.right(self.left(x))
 
 
-class SparseMLP(GegluMLP):
+class SparseMLP(nn.Module):
     """Gated MLP in which about ``sparsity`` of a token's gates are cut to zero.
 
     The cut is the quantile of a normal distribution with the mean and deviation of these gates.
     """
 
     def __init__(self, size: int, width: int, sparsity: float) -> None:
-        super().__init__(size, width)
+        super().__init__()
+        self.gate_up = Linear(size, 2 * width)
+        self.down = Linear(width, size)
         self.quantile = NormalDist().inv_cdf(sparsity)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        std, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
-        cut = mean + std * rounded(self.quantile, x.dtype)
-        return self.down(gelu(F.relu(gate - cut)) * up)
+        return self.down(sparse_gelu_glu(self.gate_up(x), self.quantile))
 
 
-class Prediction(NamedTuple):
-    """What AltUp expects of a layer: the active stream [T, D], and how streams mix [T, S, S]."""
+class Coefficients(nn.Module):
+    """A small matrix [out, in]: its products are part of AltUp's own operations."""
 
-    active: Tensor
-    mixing: Tensor
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
 
 class AltUp(nn.Module):
     """Predicts what a layer makes of S streams, and corrects that by what it made of one of them.
 
-    Both are linear in the streams: one pass over them behind the layer, in ``correct``, does both.
-    Before the layer, only the active stream is needed. The streams are the residual path, so all of
-    this is computed in their dtype, under autocast too.
+    The streams are the residual path; see ``ops/altup.py``.
     """
 
     def __init__(self, config: Gemma3nConfig) -> None:
@@ -96,48 +104,41 @@ class AltUp(nn.Module):
         size, self.streams = config.hidden_size, config.altup_num_inputs
         self.active, self.clip = config.altup_active, config.altup_coef_clip
         self.router_norm = RMSNorm(size, config.norm_eps)
-        self.router = Linear(size, self.streams)
-        self.prediction = Linear(self.streams, self.streams**2)
-        self.correction = Linear(self.streams, self.streams)
+        self.router = Coefficients(size, self.streams)
+        self.prediction = Coefficients(self.streams, self.streams**2)
+        self.correction = Coefficients(self.streams, self.streams)
         self.output_scale = nn.Parameter(torch.empty(size))
         self.use_output_scale = config.altup_correct_scale
 
-    def predict(self, x: Tensor) -> Prediction:
-        active = x[..., self.active].contiguous()
-        mixing = self._coefficients(self.prediction, active)
-        mixing = mixing.unflatten(-1, (self.streams, self.streams)).transpose(1, 2)  # from, to
-        with own_dtype(x):
-            moved = torch.bmm(x, mixing[..., self.active, None]).squeeze(-1)
-        return Prediction(active + moved, mixing)
+    def predict(self, x: Tensor, norm: RMSNorm) -> Prediction:
+        """The active stream of x [T, D, S] as expected of a layer, also normed for it."""
+        weight = self._clipped(self.prediction)
+        return predict(x, self._router(), weight, self.active, norm.weight, norm.eps)
 
-    def gains(self, output: Tensor) -> Tensor:
-        """The share of the active stream's error that is added to each stream, [T, S]."""
-        return self._coefficients(self.correction, output) + 1
+    def correction_of(
+        self, h: Tensor, y: Tensor, norm: RMSNorm, expected: Prediction
+    ) -> Correction:
+        """What a layer, whose output is ``h + norm(y)``, corrects of what was expected."""
+        scale = self.output_scale if self.use_output_scale else None
+        return correction(
+            h,
+            y,
+            norm.weight,
+            norm.eps,
+            expected.active,
+            self._router(),
+            self._clipped(self.correction),
+            self.active,
+            scale,
+        )
 
-    def correct_active(self, active: Tensor, error: Tensor, gains: Tensor) -> Tensor:
-        """The active stream corrected, [T, D], as the per-layer input's gate sees it."""
-        corrected = active + error * gains[:, self.active, None]
-        return corrected * self.output_scale if self.use_output_scale else corrected
+    def _router(self) -> Router:
+        return Router(self.router_norm.weight, self.router_norm.eps, self.router.weight)
 
-    def correct(
-        self, x: Tensor, mixing: Tensor, error: Tensor, gains: Tensor, own: Tensor
-    ) -> Tensor:
-        """All streams behind the layer; ``own`` [T, D] is added to all but the first."""
-        others = F.pad(gains.new_ones(len(gains), self.streams - 1), (1, 0))
-        added = torch.stack((error, own), -1)
-        with own_dtype(x):
-            x = torch.baddbmm(x, x, mixing)
-            return x.baddbmm_(added, torch.stack((gains, others), 1))
-
-    def _coefficients(self, linear: Linear, x: Tensor) -> Tensor:
-        """Outputs of ``linear`` for each token, by way of a router that sees ``x`` [T, D]."""
-        weight = linear.weight
+    def _clipped(self, of: Coefficients) -> Tensor:
         if self.training and self.clip is not None:
-            weight = weight.clamp(-self.clip, self.clip)
-        with own_dtype(x):
-            routed = self.router(self.router_norm(x)) / x.shape[-1]
-            wide = routed if routed.dtype == torch.float64 else routed.float()
-            return F.linear(wide.tanh().to(x.dtype), weight)
+            return of.weight.clamp(-self.clip, self.clip)
+        return of.weight
 
 
 class DecoderLayer(nn.Module):
@@ -158,7 +159,7 @@ class DecoderLayer(nn.Module):
         self.post_attn_norm = RMSNorm(size, eps)
         self.laurel = Laurel(config)
         self.mlp_norm = RMSNorm(size, eps)
-        self.mlp = SparseMLP(size, width, sparsity) if sparsity else GegluMLP(size, width)
+        self.mlp = SparseMLP(size, width, sparsity) if sparsity else GatedMLP(size, width, "gelu")
         self.post_mlp_norm = RMSNorm(size, eps)
         self.per_layer_gate = Linear(size, config.per_layer_size)
         self.per_layer_up = Linear(config.per_layer_size, size)
@@ -167,33 +168,35 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, own: Tensor, rope: Rotation, batch: Batch, state: State
     ) -> tuple[Tensor, KV]:
-        expected = self.altup.predict(x)
-        normed = self.attn_norm(expected.active)
-        kv = self.attn.write(normed, rope, batch, state)
-        attended = self.attn.read(normed, rope, kv, batch)
-        return self._finish(x, expected, normed, attended, own), kv
+        expected = self.altup.predict(x, self.attn_norm)
+        kv = self.attn.write(expected.normed, rope, batch, state)
+        attended = self.attn.read(expected.normed, rope, kv, batch)
+        return self._finish(x, expected, attended, own), kv
 
     def write(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
-        normed = self.attn_norm(self.altup.predict(x).active)
-        return self.attn.write(normed, rope, batch, state)
+        return self.attn.write(self.altup.predict(x, self.attn_norm).normed, rope, batch, state)
 
     def read(self, x: Tensor, own: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        expected = self.altup.predict(x)
-        normed = self.attn_norm(expected.active)
-        attended = self.attn.read(normed, rope, kv, batch)
-        return self._finish(x, expected, normed, attended, own)
+        expected = self.altup.predict(x, self.attn_norm)
+        attended = self.attn.read(expected.normed, rope, kv, batch)
+        return self._finish(x, expected, attended, own)
 
-    def _finish(
-        self, x: Tensor, expected: Prediction, normed: Tensor, attended: Tensor, own: Tensor
-    ) -> Tensor:
-        active, mixing = expected
-        h = active + self.post_attn_norm(attended)
-        h = (h + self.laurel(normed)) / 2**0.5
-        h = h + self.post_mlp_norm(self.mlp(self.mlp_norm(h)))
-        error, gains = h - active, self.altup.gains(h)
-        gate = self.per_layer_gate(self.altup.correct_active(active, error, gains))
-        own = self.per_layer_norm(self.per_layer_up(gelu(gate) * own))
-        return self.altup.correct(x, mixing, error, gains, own)
+    def _finish(self, x: Tensor, expected: Prediction, attended: Tensor, own: Tensor) -> Tensor:
+        norm, low = self.post_attn_norm, self.laurel(expected.normed)
+        h, normed = join(
+            expected.active,
+            attended,
+            norm.weight,
+            expected.normed,
+            low,
+            self.laurel.norm.weight,
+            norm.eps,
+            self.mlp_norm.weight,
+        )
+        made = self.altup.correction_of(h, self.mlp(normed), self.post_mlp_norm, expected)
+        own = self.per_layer_up(self.per_layer_gate.gelu_times(made.corrected, own))
+        norm = self.per_layer_norm
+        return correct(x, expected.mixing, made.error, made.gains, own, norm.weight, norm.eps)
 
 
 class Gemma3n(Decoder):
@@ -231,7 +234,7 @@ class Gemma3n(Decoder):
         last = self.config.num_writers - 1
         ropes, kvs = gemma_ropes(self.config, batch, x.dtype), KVs()
         layers = self._layers(0, last, x, batch)
-        x = self._spread(x)  # [T, D] -> [T, D, S]
+        x = spread(x, self.altup_in(x))  # [T, D] -> [T, D, S]
         for layer, own in layers:
             x, kvs[layer.kind] = self._run(layer, x, own, ropes[layer.kind], batch, state)
         writer = self.layers[last]
@@ -247,22 +250,16 @@ class Gemma3n(Decoder):
         return self.norm(self._merge(x))  # [R, D, S] -> [R, D]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return soft_cap(F.linear(hidden, head.weight), self.config.final_softcap)
-
-    def _spread(self, x: Tensor) -> Tensor:
-        """Streams [T, D, S]: ``x`` [T, D], and projections of it that are as large."""
-        others = self.altup_in(x).unflatten(-1, (-1, x.shape[-1]))
-        others = _as_large(others, x.unsqueeze(1))
-        return torch.stack((x, *others.unbind(1)), dim=-1)
+        if self.lm_head is None:
+            return soft_cap(linear(hidden, self.embed_tokens.weight), self.config.final_softcap)
+        return soft_cap(self.lm_head(hidden), self.config.final_softcap)
 
     def _merge(self, x: Tensor) -> Tensor:
         """Mean [R, D] of the first stream and of projections of the others that are as large."""
-        first, *others = x.unbind(-1)
-        size = x.shape[1]
-        for i, stream in enumerate(others):
-            others[i] = _as_large(self.altup_out.part(stream, i * size, (i + 1) * size), first)
-        return torch.stack((first, *others)).mean(0)
+        size, others = x.shape[1], []
+        for i, stream in enumerate(x.unbind(-1)[1:]):
+            others.append(self.altup_out.part(stream.contiguous(), i * size, (i + 1) * size))
+        return merge(x, torch.stack(others))
 
     def _layers(
         self, first: int, stop: int, embedded: Tensor, batch: Batch
@@ -271,15 +268,3 @@ class Gemma3n(Decoder):
         own = self.per_layer(embedded, batch.tokens, first, stop)
         layers: list[Any] = list(self.layers)[first:stop]
         return list(zip(layers, own, strict=True))
-
-
-def _as_large(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` scaled, token by token, to the root mean square of ``like``."""
-    scale = _magnitude(like) / _magnitude(x).clamp(min=MIN_MAGNITUDE)
-    return x * scale.to(like.dtype)
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    """Root mean square over the last dimension, which is kept, in float32 or wider."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) * x.shape[-1] ** -0.5

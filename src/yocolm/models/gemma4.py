@@ -15,30 +15,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma4 import ExpertsConfig, Gemma4Config
 from yocolm.models.base import KV, Batch, State
 from yocolm.models.gemma import (
-    GegluMLP,
     GemmaAttention,
     KVs,
     PerLayerInputs,
-    gelu,
     gemma_ropes,
 )
 from yocolm.models.layers import (
     Decoder,
     Embedding,
+    GatedMLP,
     Linear,
     RMSNorm,
     init_weights,
-    own_dtype,
     soft_cap,
 )
-from yocolm.ops.norm import rms_norm
+from yocolm.ops.dtypes import own_dtype
+from yocolm.ops.gated import gelu_glu
+from yocolm.ops.linear import linear
+from yocolm.ops.norm import add_norm, add_norm_norm, rms_norm
 from yocolm.ops.rope import Rotation
 
 
@@ -83,8 +83,7 @@ class Experts(nn.Module):
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, dim=-1)
-        return F.linear(gelu(gate) * up, self.down[expert])
+        return linear(gelu_glu(linear(x, self.gate_up[expert])), self.down[expert])
 
 
 class DecoderLayer(nn.Module):
@@ -98,11 +97,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps, experts = config.hidden_size, config.norm_eps, config.experts
         self.kind: LayerType = config.layer_types[layer]
+        self.norm_eps = eps
         self.attn_norm = RMSNorm(size, eps)
         self.attn = GemmaAttention(config, layer)
         self.post_attn_norm = RMSNorm(size, eps)
         self.mlp_norm = RMSNorm(size, eps)
-        self.mlp = GegluMLP(size, config.mlp_width(layer))
+        self.mlp = GatedMLP(size, config.mlp_width(layer), "gelu")
         self.post_mlp_norm = RMSNorm(size, eps)
         self.has_experts = experts is not None
         if experts is not None:
@@ -131,14 +131,19 @@ class DecoderLayer(nn.Module):
         return self._finish(x, self.attn.read(self.attn_norm(x), rope, kv, batch), own)
 
     def _finish(self, x: Tensor, attended: Tensor, own: Tensor | None) -> Tensor:
-        x = x + self.post_attn_norm(attended)
-        x = x + self.post_mlp_norm(self._feed_forward(x))
-        if own is not None:  # this layer's own input of the token
-            x = x + self.per_layer_norm(self.per_layer_up(gelu(self.per_layer_gate(x)) * own))
-        return x * self.scale
+        eps = self.norm_eps
+        x, normed = add_norm_norm(
+            x, attended, self.post_attn_norm.weight, eps, self.mlp_norm.weight, eps
+        )
+        mixed, weight = self._feed_forward(x, normed), self.post_mlp_norm.weight
+        if own is None:
+            return add_norm(x, mixed, weight, eps, self.scale)
+        x = add_norm(x, mixed, weight, eps)
+        own = self.per_layer_up(self.per_layer_gate.gelu_times(x, own))
+        return add_norm(x, own, self.per_layer_norm.weight, eps, self.scale)
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        dense = self.mlp(self.mlp_norm(x))
+    def _feed_forward(self, x: Tensor, normed: Tensor) -> Tensor:
+        dense = self.mlp(normed)
         if not self.has_experts:
             return dense
         mixture = self.experts(self.experts_norm(x), *self.router(x))
@@ -189,8 +194,9 @@ class Gemma4(Decoder):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return soft_cap(F.linear(hidden, head.weight), self.config.final_softcap)
+        if self.lm_head is None:
+            return soft_cap(linear(hidden, self.embed_tokens.weight), self.config.final_softcap)
+        return soft_cap(self.lm_head(hidden), self.config.final_softcap)
 
     def _layers(
         self, first: int, stop: int, embedded: Tensor, batch: Batch

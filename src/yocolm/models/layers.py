@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from yocolm.config import RopeConfig
 from yocolm.models.base import Batch, State
+from yocolm.ops.dtypes import rounded
+from yocolm.ops.gated import gelu_glu, gelu_mul, silu_glu
+from yocolm.ops.heads import KeyForm, finish_heads
+from yocolm.ops.linear import PackedWeight, linear, pack, packed_linear
+from yocolm.ops.native.library import fits
 from yocolm.ops.norm import rms_norm
-from yocolm.ops.rope import Rotation, rotate, rotation
+from yocolm.ops.rope import Rotation, rotation
+
+Activation = Literal["gelu", "silu"]  # gelu: its tanh form
 
 
 class Decoder(nn.Module):
@@ -30,20 +36,67 @@ class Decoder(nn.Module):
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias``; ``out_features`` may stack several projections of one input."""
+    """``x @ weight.T + bias``; ``out_features`` may stack several projections of one input.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    With an ``activation`` the outputs are gates and, behind them, as many values: the result is
+    ``activation(gates) * values`` (Shazeer, arXiv 2002.05202), half as wide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        activation: Activation | None = None,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.packed: PackedWeight | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def pack(self) -> None:
+        """Keep the weights in the form of the native kernels, and in no other.
+
+        They can be neither trained nor saved nor moved from then on.
+        """
+        bias = None if self.bias is None else self.bias.detach()
+        self.packed = pack(self.weight, bias, self.activation is not None)
+        del self.weight, self.bias
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in_features] to [T, out_features], plus ``residual``; to half of that if gated."""
+        assert residual is None or self.activation is None
+        if self.packed is not None:
+            return packed_linear(x, self.packed, activation=self.activation, other=residual)
+        y = linear(x, self.weight, self.bias)
+        if self.activation is not None:
+            return gelu_glu(y) if self.activation == "gelu" else silu_glu(y)
+        return y if residual is None else residual + y
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Only the output features ``start`` to ``stop``: one of several stacked projections."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed, start, stop)
         bias = None if self.bias is None else self.bias[start:stop]
-        return F.linear(x, self.weight[start:stop], bias)
+        return linear(x, self.weight[start:stop], bias)
+
+    def gelu_times(self, x: Tensor, other: Tensor) -> Tensor:
+        """``gelu(x @ weight.T + bias) * other``, with the tanh form of GELU."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed, activation="gelu", other=other)
+        return gelu_mul(linear(x, self.weight, self.bias), other)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack every ``Linear`` of a model that only serves, where native kernels take it.
+
+    See ``Linear.pack``. Elsewhere (no kernels, CUDA, float64) this changes nothing.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Linear) and module.packed is None and fits(module.weight):
+                module.pack()
 
 
 class RMSNorm(nn.Module):
@@ -75,17 +128,16 @@ class Embedding(nn.Module):
         return x * (rounded(self.scale, x.dtype) if self.round_scale else self.scale)
 
 
-class SwiGLU(nn.Module):
-    """Gated MLP: ``down(silu(gate(x)) * up(x))`` (Shazeer, arXiv 2002.05202)."""
+class GatedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))``, and a residual added to it if one is given."""
 
-    def __init__(self, size: int, width: int, bias: bool = False) -> None:
+    def __init__(self, size: int, width: int, activation: Activation, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up = Linear(size, 2 * width, bias)
+        self.gate_up = Linear(size, 2 * width, bias, activation)
         self.down = Linear(width, size, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.down(self.gate_up(x), residual)
 
 
 class WindowAttention(nn.Module):
@@ -108,22 +160,10 @@ class WindowAttention(nn.Module):
         self.o = Linear(num_heads * self.head_dim, size)
 
     def forward(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = rotate(q, rope), rotate(k, rope)
-        kv = state.append_window(self.store, k, v, batch, self.window)
-        return self.o(kv.attend(q, batch).flatten(1))
-
-
-def own_dtype(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which products keep the dtypes of their operands, whatever autocast says."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def rounded(value: float, dtype: torch.dtype) -> float:
-    """A number as ``dtype`` has it."""
-    return float(torch.tensor(value, dtype=dtype))
+        kv = state.append_window(self.store, k, v, batch, self.window, KeyForm(rope=rope))
+        return self.o(kv.attend(finish_heads(q, None, None, rope), batch).flatten(1))
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -135,18 +175,22 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dtype) -> Rotation:
-    """Rotary tables for a batch: float32, or float64 for a float64 model."""
+    """Rotary tables for a batch, made once: float32, or float64 for a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return rotation(
-        batch.positions,
-        head_dim,
-        config.theta,
-        interleaved=config.interleaved,
-        inclusive=config.inclusive,
-        fraction=config.fraction,
-        factor=config.factor,
-        dtype=wide,
-    )
+
+    def build() -> Rotation:
+        return rotation(
+            batch.positions,
+            head_dim,
+            config.theta,
+            interleaved=config.interleaved,
+            inclusive=config.inclusive,
+            fraction=config.fraction,
+            factor=config.factor,
+            dtype=wide,
+        )
+
+    return batch.memo(("rope", config, head_dim, wide), build)
 
 
 def init_weights(model: nn.Module, std: float, depth: int, seed: int) -> None:

@@ -7,7 +7,6 @@ transformers', up to the stacking of projections of one input (``models/weights.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yocolm.config import LlamaConfig
@@ -15,13 +14,16 @@ from yocolm.models.base import KV, Batch, State
 from yocolm.models.layers import (
     Decoder,
     Embedding,
+    GatedMLP,
     Linear,
     RMSNorm,
-    SwiGLU,
     init_weights,
     rope_tables,
 )
-from yocolm.ops.rope import Rotation, rotate
+from yocolm.ops.heads import KeyForm, finish_heads
+from yocolm.ops.linear import linear
+from yocolm.ops.norm import add_rms_norm
+from yocolm.ops.rope import Rotation
 
 
 class Attention(nn.Module):
@@ -39,12 +41,12 @@ class Attention(nn.Module):
 
     def write(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
         kv = self.qkv.part(x, self.q_size, self.qkv_size)
-        k, v = kv.unflatten(-1, (2, -1, self.head_dim)).unbind(1)
-        return state.append_global(self.store, rotate(k, rope), v, batch)
+        k, v = kv.view(len(x), 2, -1, self.head_dim).unbind(1)
+        return state.append_global(self.store, k, v, batch, KeyForm(rope=rope))
 
     def read(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        q = self.qkv.part(x, 0, self.q_size).unflatten(-1, (-1, self.head_dim))
-        return self.o(kv.attend(rotate(q, rope), batch).flatten(1))
+        q = self.qkv.part(x, 0, self.q_size).view(len(x), -1, self.head_dim)
+        return self.o(kv.attend(finish_heads(q, None, None, rope), batch).flatten(1))
 
 
 class DecoderLayer(nn.Module):
@@ -55,7 +57,7 @@ class DecoderLayer(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, store)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, "silu", config.mlp_bias)
 
     def forward(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> Tensor:
         return self.read(x, rope, self.write(x, rope, batch, state), batch)
@@ -64,8 +66,9 @@ class DecoderLayer(nn.Module):
         return self.attn.write(self.attn_norm(x), rope, batch, state)
 
     def read(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        x = x + self.attn.read(self.attn_norm(x), rope, kv, batch)
-        return x + self.mlp(self.mlp_norm(x))
+        attended, norm = self.attn.read(self.attn_norm(x), rope, kv, batch), self.mlp_norm
+        x, normed = add_rms_norm(x, attended, norm.weight, norm.eps)
+        return self.mlp(normed, x)
 
 
 class Llama(Decoder):
@@ -107,7 +110,7 @@ class Llama(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.lm_head is None:
-            return F.linear(hidden, self.embed_tokens.weight)
+            return linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden)
 
     @property

@@ -34,11 +34,13 @@ from yocolm.models.authors import (
 from yocolm.models.gemma import LookupTable
 from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
+from yocolm.models.layers import pack_weights
 from yocolm.models.llama import Llama
 from yocolm.models.loading_line import LoadingLine
 from yocolm.models.presets import PRESETS, preset
 from yocolm.models.weights import load_weights
 from yocolm.models.yoco import Yoco
+from yocolm.ops.native.memory import advise_huge
 from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -127,6 +129,8 @@ def build_model(
     for module in model.modules():
         if allocate_tables or not isinstance(module, LookupTable):
             module.to_empty(device=device, recurse=False)
+            for parameter in module.parameters(recurse=False):
+                advise_huge(parameter)
     return model
 
 
@@ -137,6 +141,7 @@ def load_model(
     seed: int = 0,
     *,
     per_layer_tables: str = "mapped",
+    packed: bool = False,
     show_progress: bool = False,
 ) -> tuple[nn.Module, ModelConfig]:
     """The module with its weights, in evaluation mode, and its configuration.
@@ -147,6 +152,8 @@ def load_model(
         per_layer_tables: "mapped" leaves Gemma's tables of per-layer inputs in their file, in its
             dtype, and reads from there what is looked up (they cannot be trained then);
             "resident" loads them like all other weights.
+        packed: for serving only: matrices are kept in the form of the native kernels, where there
+            are any, and in no other; they can be neither trained nor saved.
         show_progress: on stderr, if that is a terminal.
     """
     if per_layer_tables not in PER_LAYER_TABLES:
@@ -168,6 +175,8 @@ def load_model(
     else:
         with LoadingLine(source.name, sys.stderr if show_progress else None) as line:
             load_weights(module, _folder(source), config, dtype, device, line)
+    if packed:
+        pack_weights(module)
     return module.eval(), config
 
 

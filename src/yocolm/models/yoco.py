@@ -21,15 +21,17 @@ from yocolm.models.base import KV, Batch, State
 from yocolm.models.layers import (
     Decoder,
     Embedding,
+    GatedMLP,
     Linear,
     RMSNorm,
-    SwiGLU,
     WindowAttention,
     init_weights,
     rope_tables,
 )
-from yocolm.ops.norm import rms_norm
-from yocolm.ops.rope import Rotation, rotate
+from yocolm.ops.heads import KeyForm, finish_heads
+from yocolm.ops.linear import linear
+from yocolm.ops.norm import add_rms_norm, gated_norm
+from yocolm.ops.rope import Rotation
 
 QUERY_NORM_EPS = 1e-5  # flash-linear-attention leaves this norm at its default
 
@@ -48,13 +50,13 @@ class GatedRetention(nn.Module):
         self.o = Linear(size, size)
 
     def forward(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> Tensor:
-        q, k, v, gate = self.qkvg(x).unflatten(-1, (4, self.num_heads, self.head_dim)).unbind(1)
-        q, k = rotate(q, rope), rotate(k, rope)
+        heads = self.qkvg(x).view(len(x), 4, self.num_heads, self.head_dim)
+        q, k, v, gate = heads.unbind(1)
+        q, k = finish_heads(q, None, None, rope), finish_heads(k, None, None, rope)
         decay_logits = self.gk(x).to(rope.cos.dtype)  # decays stay in float32
         log_decay = F.logsigmoid(decay_logits) / self.gate_logit_normalizer
         o = state.retain(self.store, q, k, v, log_decay, batch)
-        o = rms_norm(o, None, self.norm_eps)  # per head, without a weight
-        return self.o((F.silu(gate) * o).flatten(1))
+        return self.o(gated_norm(o, gate, self.norm_eps).flatten(1))  # a norm per head
 
 
 class GlobalKV(nn.Module):
@@ -70,8 +72,8 @@ class GlobalKV(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> KV:
-        k, v = self.kv(self.norm(x)).unflatten(-1, (2, -1, self.head_dim)).unbind(1)
-        return state.append_global(0, rotate(k, rope), v, batch)
+        k, v = self.kv(self.norm(x)).view(len(x), 2, -1, self.head_dim).unbind(1)
+        return state.append_global(0, k, v, batch, KeyForm(rope=rope))
 
 
 class CrossAttention(nn.Module):
@@ -86,10 +88,9 @@ class CrossAttention(nn.Module):
         self.o = Linear(size, size)
 
     def forward(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        q = self.q(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        return self.o(kv.attend(rotate(q, rope), batch).flatten(1))
+        norm, q = self.q_norm, self.q(x).view(len(x), -1, self.head_dim)
+        q = finish_heads(q, *((None, None) if norm is None else (norm.weight, norm.eps)), rope)
+        return self.o(kv.attend(q, batch).flatten(1))
 
 
 class SelfDecoderLayer(nn.Module):
@@ -106,11 +107,12 @@ class SelfDecoderLayer(nn.Module):
                 size, mixer.num_heads, mixer.num_kv_heads, mixer.window, store, mixer.qkv_bias
             )
         self.mlp_norm = RMSNorm(size, config.norm_eps)
-        self.mlp = SwiGLU(size, config.intermediate_size)
+        self.mlp = GatedMLP(size, config.intermediate_size, "silu")
 
     def forward(self, x: Tensor, rope: Rotation, batch: Batch, state: State) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, batch, state)
-        return x + self.mlp(self.mlp_norm(x))
+        mixed, norm = self.attn(self.attn_norm(x), rope, batch, state), self.mlp_norm
+        x, normed = add_rms_norm(x, mixed, norm.weight, norm.eps)
+        return self.mlp(normed, x)
 
 
 class CrossDecoderLayer(nn.Module):
@@ -122,11 +124,12 @@ class CrossDecoderLayer(nn.Module):
         self.attn_norm = RMSNorm(size, config.norm_eps)
         self.attn = CrossAttention(config, config.cross)
         self.mlp_norm = RMSNorm(size, config.norm_eps)
-        self.mlp = SwiGLU(size, config.intermediate_size)
+        self.mlp = GatedMLP(size, config.intermediate_size, "silu")
 
     def forward(self, x: Tensor, rope: Rotation, kv: KV, batch: Batch) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), rope, kv, batch)
-        return x + self.mlp(self.mlp_norm(x))
+        attended, norm = self.attn(self.attn_norm(x), rope, kv, batch), self.mlp_norm
+        x, normed = add_rms_norm(x, attended, norm.weight, norm.eps)
+        return self.mlp(normed, x)
 
 
 class Yoco(Decoder):
@@ -170,7 +173,7 @@ class Yoco(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.lm_head is None:
-            return F.linear(hidden, self.embed_tokens.weight)
+            return linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden)
 
     def self_decoder(self, x: Tensor, batch: Batch, state: State) -> Tensor:

@@ -78,8 +78,7 @@ def fits(x: Tensor) -> bool:
     """Whether native forms take ``x``: there are any, it is on the CPU, float32 or bfloat16, and
     there is nothing to trace."""
     return (
-        native().handle is not None
-        and x.is_cpu
+        x.is_cpu
         and x.dtype in (torch.bfloat16, torch.float32)
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
