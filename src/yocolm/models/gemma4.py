@@ -139,8 +139,8 @@ class DecoderLayer(nn.Module):
         if own is None:
             return add_norm(x, mixed, weight, eps, self.scale)
         x = add_norm(x, mixed, weight, eps)
-        own = self.per_layer_up(self.per_layer_gate.gelu_times(x, own))
-        return add_norm(x, own, self.per_layer_norm.weight, eps, self.scale)
+        y = self.per_layer_up(self.per_layer_gate.gelu_times(x, own))
+        return add_norm(x, y, self.per_layer_norm.weight, eps, self.scale)
 
     def _feed_forward(self, x: Tensor, normed: Tensor) -> Tensor:
         dense = self.mlp(normed)

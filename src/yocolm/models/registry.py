@@ -34,13 +34,13 @@ from yocolm.models.authors import (
 from yocolm.models.gemma import LookupTable
 from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
-from yocolm.models.layers import pack_weights
+from yocolm.models.layers import Embedding, pack_weights
 from yocolm.models.llama import Llama
 from yocolm.models.loading_line import LoadingLine
 from yocolm.models.presets import PRESETS, preset
 from yocolm.models.weights import load_weights
 from yocolm.models.yoco import Yoco
-from yocolm.ops.native.memory import advise_huge
+from yocolm.ops.native.memory import empty_huge
 from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -129,8 +129,8 @@ def build_model(
     for module in model.modules():
         if allocate_tables or not isinstance(module, LookupTable):
             module.to_empty(device=device, recurse=False)
-            for parameter in module.parameters(recurse=False):
-                advise_huge(parameter)
+        if isinstance(module, Embedding) and module.weight.is_cpu:  # most are heads as well
+            module.weight.data = empty_huge(module.weight.shape, dtype)
     return model
 
 

@@ -69,14 +69,3 @@ def _madvise() -> Any:
     found = ctypes.CDLL(None).madvise
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     return found
-
-
-def advise_huge(tensor: Tensor) -> None:
-    """Have huge pages under a large tensor on the CPU that nothing has been written to yet."""
-    size = tensor.numel() * tensor.element_size()
-    advise = _madvise()
-    if not tensor.is_cpu or size < 2 * HUGE_PAGE or advise is None:
-        return
-    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    stop = (tensor.data_ptr() + size) // HUGE_PAGE * HUGE_PAGE
-    advise(start, stop - start, _MADV_HUGEPAGE)
