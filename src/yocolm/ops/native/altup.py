@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from yocolm.ops.native.library import function
+from yocolm.ops.native.packed import packed
 
 if TYPE_CHECKING:
     from yocolm.ops.altup import Router
 
 MAX_STREAMS = 16  # as in altup.cpp
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_ENDS = (_I, _I)  # is_bf16, threads
 
 
 @lru_cache(maxsize=1)
-def _predict() -> Any:
-    weights = [_P, _F, _P, _P, _L, _P, _F]
-    return function("yo_altup_predict", _P, *weights, _P, _P, _P, _L, _L, _L, *_ENDS)
+def _predict() -> Callable[..., None]:
+    return packed("yo_altup_predict", "PPdPPqPdPPPqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _join() -> Any:
-    return function("yo_altup_join", *[_P] * 6, _F, _P, _P, _P, _L, _L, *_ENDS)
+def _join() -> Callable[..., None]:
+    return packed("yo_altup_join", "PPPPPPdPPPqqqq")
 
 
 @lru_cache(maxsize=1)
-def _correction() -> Any:
-    made = [_P, _P, _P, _F, _P]
-    weights = [_P, _F, _P, _P, _L, _P]
-    return function("yo_altup_correction", *made, *weights, _P, _P, _P, _L, _L, _L, *_ENDS)
+def _correction() -> Callable[..., None]:
+    return packed("yo_altup_correction", "PPPdPPdPPqPPPPqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _correct() -> Any:
-    return function("yo_altup_correct", *[_P] * 6, _F, _P, _L, _L, _L, *_ENDS)
+def _correct() -> Callable[..., None]:
+    return packed("yo_altup_correct", "PPPPPPdPqqqqq")
 
 
 @lru_cache(maxsize=2)
-def _scaled(name: str) -> Any:
-    return function(name, _P, _P, _P, _L, _L, _L, *_ENDS)
+def _scaled(name: str) -> Callable[..., None]:
+    return packed(name, "PPPqqqqq")
 
 
 def predict(
@@ -137,7 +132,7 @@ def correction(
         router_weight.data_ptr(),
         weight.data_ptr(),
         index,
-        None if scale is None else scale.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
         error.data_ptr(),
         gains.data_ptr(),
         corrected.data_ptr(),

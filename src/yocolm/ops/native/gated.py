@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from yocolm.ops.native.library import function
-
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+from yocolm.ops.native.packed import packed
 
 
 @lru_cache(maxsize=1)
-def _gated() -> Any:
-    return function("yo_gated", _P, _L, _P, _L, _P, _L, _L, _I, _I, _I)
+def _gated() -> Callable[..., None]:
+    return packed("yo_gated", "PqPqPqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _sparse_gelu() -> Any:
-    return function("yo_sparse_gelu", _P, _L, _P, _L, _F, _P, _L, _L, _I, _I)
+def _sparse_gelu() -> Callable[..., None]:
+    return packed("yo_sparse_gelu", "PqPqdPqqqq")
 
 
 def glu(gate_up: Tensor, silu: bool) -> Tensor:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from yocolm.ops.native.library import function, native
+from yocolm.ops.native.library import native
+from yocolm.ops.native.packed import packed
 
 if TYPE_CHECKING:
     from yocolm.ops.rope import Rotation
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+@lru_cache(maxsize=1)
+def _finish_heads() -> Callable[..., None]:
+    return packed("yo_finish_heads", "PqqPqdPPqqPqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _finish_heads() -> Any:
-    return function(
-        "yo_finish_heads", _P, _L, _L, _P, _I, _F, _P, _P, _L, _I, _P, _L, _L, _L, _I, _I
-    )
-
-
-@lru_cache(maxsize=1)
-def _rotation() -> Any:
-    return function("yo_rotation", _P, _P, _P, _P, _L, _L, _I)
+def _rotation() -> Callable[..., None]:
+    return packed("yo_rotation", "PPPPqqq")
 
 
 def indices_fit(*indices: Tensor) -> bool:
@@ -54,7 +51,7 @@ def finish_heads(
         x.data_ptr(),
         row,
         head,
-        None if weight is None else weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         eps is not None,
         eps or 0.0,
         cos,
@@ -71,10 +68,10 @@ def finish_heads(
     return out
 
 
-def tables(rope: Rotation | None) -> tuple[int | None, int | None, int, bool]:
+def tables(rope: Rotation | None) -> tuple[int, int, int, bool]:
     """Addresses of cosines and sines, pairs that turn, and whether these are neighbours."""
     if rope is None:
-        return None, None, 0, False
+        return 0, 0, 0, False
     cos, sin, interleaved = rope
     return cos.data_ptr(), sin.data_ptr(), cos.shape[-1], interleaved
 

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from yocolm.ops.native.library import function
-
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+from yocolm.ops.native.packed import packed
 
 
 @lru_cache(maxsize=1)
-def _rms_norm() -> Any:
-    return function("yo_rms_norm", _P, _L, _P, _F, _P, _L, _L, _I, _I)
+def _rms_norm() -> Callable[..., None]:
+    return packed("yo_rms_norm", "PqPdPqqqq")
 
 
 @lru_cache(maxsize=1)
-def _add_norm() -> Any:
-    return function("yo_add_norm", _P, _P, _I, _P, _F, _P, _P, _F, _P, _P, _L, _L, _I, _I)
+def _add_norm() -> Callable[..., None]:
+    return packed("yo_add_norm", "PPqPdPPdPPqqqq")
 
 
 @lru_cache(maxsize=1)
-def _gated_norm() -> Any:
-    return function("yo_gated_norm", _P, _L, _L, _P, _L, _L, _F, _P, _L, _L, _L, _I, _I)
+def _gated_norm() -> Callable[..., None]:
+    return packed("yo_gated_norm", "PqqPqqdPqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _mix_inputs() -> Any:
-    return function("yo_mix_inputs", _P, _L, _F, _P, _F, _P, _L, _F, _P, _L, _L, _L, _I, _I)
+def _mix_inputs() -> Callable[..., None]:
+    return packed("yo_mix_inputs", "PqdPdPqdPqqqqq")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -45,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     _rms_norm()(
         rows.data_ptr(),
         stride,
-        None if weight is None else weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         eps,
         out.data_ptr(),
         rows.shape[0],
@@ -74,13 +71,13 @@ def add_norm(
         residual.data_ptr(),
         y.data_ptr(),
         weight is not None,
-        None if weight is None else weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         eps,
-        None if scale is None else scale.data_ptr(),
-        None if next_weight is None else next_weight.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        0 if next_weight is None else next_weight.data_ptr(),
         next_eps,
         x.data_ptr(),
-        None if normed is None else normed.data_ptr(),
+        0 if normed is None else normed.data_ptr(),
         y.numel() // size,
         size,
         y.dtype == torch.bfloat16,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,31 +10,26 @@ import torch
 from torch import Tensor
 
 from yocolm.ops.native.heads import tables
-from yocolm.ops.native.library import function
+from yocolm.ops.native.packed import packed
 
 if TYPE_CHECKING:
     from yocolm.ops.heads import KeyForm
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+@lru_cache(maxsize=1)
+def _write_heads() -> Callable[..., None]:
+    return packed("yo_write_heads", "PqqqPqqqPqdPPqqPPPPPqqqqqq")
 
 
 @lru_cache(maxsize=1)
-def _write_heads() -> Any:
-    sources = [_P, _L, _L, _L, _P, _L, _L, _L]
-    form = [_P, _I, _F, _P, _P, _L, _I]
-    targets = [_P, _P, _P, _P, _P, _L, _L, _L, _I, _I, _I]
-    return function("yo_write_heads", *sources, *form, *targets)
-
-
-@lru_cache(maxsize=1)
-def _page_places() -> Any:
-    return function("yo_page_places", _P, _L, _P, _P, _L, _P, _P, _L)
+def _page_places() -> Callable[..., None]:
+    return packed("yo_page_places", "PqPPqPPq")
 
 
 def finish_kv(k: Tensor, v: Tensor, form: KeyForm) -> tuple[Tensor, Tensor]:
     """As ``ops.heads.finish_kv``."""
     k_out, v_out = k.new_empty(*k.shape), v.new_empty(*v.shape)
-    _write(k, v, form, k_out, v_out, (None, None, None, k.shape[0], 0, False))
+    _write(k, v, form, k_out, v_out, (0, 0, 0, k.shape[0], 0, False))
     return k_out, v_out
 
 
@@ -51,7 +46,7 @@ def write_heads(
 ) -> None:
     """As ``ops.heads.write_heads``; pools are contiguous, indices int64."""
     page, offset = page.contiguous(), offset.contiguous()
-    indices = page.data_ptr(), offset.data_ptr(), None if rows is None else rows.data_ptr()
+    indices = page.data_ptr(), offset.data_ptr(), 0 if rows is None else rows.data_ptr()
     _write(k, v, form, k_pool, v_pool, (*indices, page.shape[0], k_pool.shape[2], clear))
 
 
@@ -78,7 +73,7 @@ def _write(
         v_row,
         v_head,
         v.shape[2],
-        None if k_norm is None else k_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
         v_norm,
         eps,
         *tables(rope),

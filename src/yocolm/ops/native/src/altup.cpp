@@ -2,6 +2,7 @@
 // Streams lie side by side, [rows, size, streams].
 #include <vector>
 
+#include "packed.h"
 #include "streams.h"
 
 using namespace yo;
@@ -347,3 +348,10 @@ void yo_altup_merge(const void* x, const void* others, void* out, int64_t rows, 
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_altup_predict)
+YO_PACKED(yo_altup_join)
+YO_PACKED(yo_altup_correction)
+YO_PACKED(yo_altup_correct)
+YO_PACKED(yo_altup_spread)
+YO_PACKED(yo_altup_merge)

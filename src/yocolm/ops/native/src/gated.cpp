@@ -1,5 +1,6 @@
 // Gated units: an activation of one half times the other, and the sparse one of Gemma 3n.
 #include "elements.h"
+#include "packed.h"
 
 using namespace yo;
 
@@ -142,3 +143,6 @@ void yo_sparse_gelu(const void* gate, int64_t gate_row, const void* other, int64
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_gated)
+YO_PACKED(yo_sparse_gelu)

@@ -1,5 +1,6 @@
 // Heads of queries finished in one pass, and the tables that turn them.
 #include "heads.h"
+#include "packed.h"
 
 using namespace yo;
 
@@ -80,3 +81,6 @@ void yo_rotation(const int64_t* positions, const double* frequencies, float* cos
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_finish_heads)
+YO_PACKED(yo_rotation)

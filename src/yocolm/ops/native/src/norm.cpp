@@ -1,5 +1,6 @@
 // Root-mean-square norms, and what stands beside them: residual sums, gates, per-layer inputs.
 #include "elements.h"
+#include "packed.h"
 
 using namespace yo;
 
@@ -157,3 +158,8 @@ void yo_mix_inputs(const void* projected, int64_t p_row, float scale, const void
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_rms_norm)
+YO_PACKED(yo_add_norm)
+YO_PACKED(yo_gated_norm)
+YO_PACKED(yo_mix_inputs)

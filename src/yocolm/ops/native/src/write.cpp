@@ -1,5 +1,6 @@
 // Keys and values finished and written where they are kept: tokens in order, pages, or rings.
 #include "heads.h"
+#include "packed.h"
 
 using namespace yo;
 
@@ -102,3 +103,6 @@ void yo_page_places(const int64_t* block_table, int64_t stride, const int64_t* s
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_write_heads)
+YO_PACKED(yo_page_places)
