@@ -12,7 +12,7 @@ using namespace yo;
 
 namespace {
 
-constexpr int64_t SERIAL_STATE = 32768;   // floats of state that one thread steps sooner than two
+constexpr int64_t SERIAL_STATE = 65536;   // floats of state that one thread steps sooner than two
 constexpr int64_t SERIAL_WORK = 1 << 19;  // multiplications, likewise
 constexpr int NV = VL == 8 ? 2 : 4;       // vectors a panel: what the registers hold beside MR rows
 constexpr int MR = 6;
@@ -93,9 +93,12 @@ void step(const Problem& p, float* pool, const int64_t* slots, T* out, int64_t s
           int threads) {
     constexpr int WIDE = VL == 8 ? 8 : 16;
     const int64_t states = sequences * p.heads, size = p.k_size * p.v_size;
-    const int64_t most = states >= 4 * threads || states % threads == 0 ? BLOCK : PART;
-    const int64_t parts = (p.v_size + most - 1) / most;
-    if (states * size < SERIAL_STATE) threads = 1;
+    if (states * size <= SERIAL_STATE) threads = 1;
+    // Columns of a state are not shared out lightly: read out of memory's order, they take twice as
+    // long.
+    int64_t parts = states && threads >= 4 * states ? threads / states : 1;
+    const int64_t most = ((p.v_size + parts - 1) / parts + PART - 1) / PART * PART;
+    parts = (p.v_size + most - 1) / most;
     parallel_ranges(threads, states * parts, [&](int64_t first, int64_t stop) {
         for (int64_t item = first; item < stop; ++item) {
             int64_t s = item / parts / p.heads, h = item / parts % p.heads;
