@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +22,20 @@ from yocolm.ops.block_attention import (
 )
 from yocolm.ops.blocks import Blocks, cut_blocks
 from yocolm.ops.chunk_attention import MANY_ROWS, chunk_attention, gather_pages
+from yocolm.ops.native import attention as native
+from yocolm.ops.native.library import fits
 
 TOKEN_BLOCK = 64  # a step's own tokens meet window queries in blocks of so many
+
+
+def _described(batch: Batch) -> native.Description:
+    """The batch's tensors as native attention takes them: made once, whatever they hold later."""
+    return batch.memo(
+        "native",
+        lambda: native.describe_sequences(
+            batch.cu_seqlens, batch.positions, batch.kv_lens, batch.block_table, batch.slots
+        ),
+    )
 
 
 def _row_groups(batch: Batch) -> list[RowBlocks]:
@@ -36,9 +49,15 @@ class PagedKV:
     k: Tensor
     v: Tensor
 
+    @cached_property
+    def _pool(self) -> native.Description:
+        return native.describe_pool(self.k, self.v)
+
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
+        if fits(q) and q.dtype == self.k.dtype:
+            return native.attend(self._pool, _described(batch), None, q, scale, softcap)
         size = self.k.shape[2]
         many = [] if softcap else batch.memo("many", lambda: _many_rows(batch, size))
         groups = batch.memo(("few", len(many)), lambda: self._few_rows(batch, bool(many)))
@@ -78,9 +97,23 @@ class WindowKV:
     v: Tensor
     written: Batch
 
+    @cached_property
+    def _rings(self) -> native.Description:
+        return native.describe_pool(self.k_ring, self.v_ring)
+
+    @cached_property
+    def _own(self) -> native.Description:
+        return native.describe_own(self.k, self.v, self.written.cu_seqlens)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether native forms take ``x`` and all that lies here."""
+        return fits(x) and x.dtype == self.k.dtype == self.v.dtype == self.k_ring.dtype
+
     def attend(
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
+        if self._fits(q):
+            return native.attend(self._rings, _described(batch), self._own, q, scale, softcap)
         singles = leading_singles(batch)
         if softcap or batch is not self.written or singles == len(batch.lengths):
             return self._attend_rows(q, _row_groups(batch), batch, scale, softcap)
@@ -139,13 +172,22 @@ class WindowKV:
             scale,
         )
 
-    def commit(self) -> None:
-        """Move the last tokens of the step into the ring."""
-        window = self.k_ring.shape[2]
-        batch = self.written
-        token, slot, place = batch.memo(("ring", window), lambda: _ring_places(batch, window))
-        self.k_ring[slot, :, place] = self.k[token]
-        self.v_ring[slot, :, place] = self.v[token]
+    def commit(self, accepted: Tensor | None = None) -> None:
+        """Move the step's last tokens into the ring.
+
+        Of each sequence the first ``accepted`` [S] int64 count, without it all.
+        """
+        batch, window = self.written, self.k_ring.shape[2]
+        if self._fits(self.k):
+            native.commit_window(self._rings, _described(batch), self._own, accepted)
+            return
+        if accepted is None:
+            places = batch.memo(("ring", window), lambda: _ring_places(batch, window, None))
+        else:
+            places = _ring_places(batch, window, accepted)
+        token, slot, place = places
+        self.k_ring[slot, :, place] = self.k[token].to(self.k_ring.dtype)
+        self.v_ring[slot, :, place] = self.v[token].to(self.v_ring.dtype)
 
 
 def _starts(batch: Batch) -> Tensor:
@@ -158,10 +200,13 @@ def _token_blocks(batch: Batch) -> Blocks:
     return batch.memo("tokens", lambda: cut_blocks(batch.lengths, size, batch.tokens.device))
 
 
-def _ring_places(batch: Batch, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ring_places(
+    batch: Batch, window: int, accepted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens that a ring keeps of a step, with their slots and places."""
-    kept = batch.positions >= batch.kv_lens[batch.seq_ids] - window
-    token = torch.nonzero(kept).squeeze(1)
+    ends = batch.kv_lens if accepted is None else _starts(batch) + accepted
+    gap = ends[batch.seq_ids] - batch.positions
+    token = torch.nonzero((gap > 0) & (gap <= window)).squeeze(1)
     return token, batch.slots[batch.seq_ids[token]], batch.positions[token] % window
 
 

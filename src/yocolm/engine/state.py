@@ -45,6 +45,7 @@ class PagedState:
             )
 
         self.pages = [pool(store, num_pages, page_size) for store in spec.global_stores]
+        self._globals = [PagedKV(k, v) for k, v in self.pages]
         self.rings = [pool(store, num_slots, store.window) for store in spec.window_stores]
         self.recurrent = [
             torch.empty(
@@ -62,7 +63,7 @@ class PagedState:
         k_pages, v_pages = self.pages[store]
         page, offset = batch.memo("places", lambda: self._places(batch))
         write_heads(k, v, form, k_pages, v_pages, page, offset)
-        return PagedKV(k_pages, v_pages)
+        return self._globals[store]
 
     def append_window(
         self, store: int, k: Tensor, v: Tensor, batch: Batch, window: int, form: KeyForm = AS_IS
@@ -78,10 +79,14 @@ class PagedState:
         self._staged.append(staged)
         return out
 
-    def commit(self) -> None:
-        """Make current what the step has staged. The last reader has run."""
+    def commit(self, accepted: Tensor | None = None) -> None:
+        """Make current what the step has staged, or its ``accepted`` first tokens.
+
+        The last reader has run. Pages need nothing: what lies behind a sequence's last token is
+        not read, and is written again.
+        """
         for staged in self._staged:
-            staged.commit()
+            staged.commit(accepted)
         self._staged.clear()
 
     # What the runner calls

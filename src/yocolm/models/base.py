@@ -137,8 +137,12 @@ class State(Protocol):
         """Run gated retention from the stored state on, and store the state it ends in."""
         ...
 
-    def commit(self) -> None:
-        """Make staged changes current; called when the last reader has run."""
+    def commit(self, accepted: Tensor | None = None) -> None:
+        """Make staged changes current; called when the last reader has run.
+
+        ``accepted`` [S] int64: how many tokens of each sequence of the step count, the first ones;
+        without it all of them. The others might as well not have been in the step.
+        """
         ...
 
 

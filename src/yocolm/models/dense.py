@@ -80,7 +80,7 @@ class DenseState:
         blocks = cut_chunks(batch, self.chunk_size)
         return retention_chunkwise(q, k, v, log_decay, blocks)[0]
 
-    def commit(self) -> None:
+    def commit(self, accepted: Tensor | None = None) -> None:
         pass
 
 
