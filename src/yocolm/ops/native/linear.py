@@ -37,11 +37,16 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def _empty(x: Tensor, rows: int, n: int) -> Tensor:
+    return x.new_empty(rows, n) if x.dim() == 2 else x.new_empty(*x.shape[:-1], n)
+
+
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` [..., K] times ``weight`` [N, K] transposed; both float32 or both bfloat16."""
     rows = _rows(x)
+    count = rows.shape[0]
     n, k = weight.shape
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+    out = _empty(x, count, n)
     _linear_rows()(
         rows.data_ptr(),
         rows.stride(0),
@@ -49,7 +54,7 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight.stride(0),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        rows.shape[0],
+        count,
         n,
         k,
         x.dtype == torch.bfloat16,
@@ -87,7 +92,7 @@ def packed_linear(
     rows = _rows(x)
     count, k = rows.shape
     n = stop - start
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype)
+    out = _empty(x, count, n)
     if other is None:
         beside, stride = None, 0
     else:

@@ -6,13 +6,10 @@ machine in two of them at once: weights and caches were read twice as fast from 
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
+import mmap
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +17,6 @@ from torch import Tensor
 HUGE_PAGE = 2 << 20
 SLAB = 16 * HUGE_PAGE  # what small tensors are cut from; freed with the last of them
 _ALIGNMENT = 64
-_MADV_HUGEPAGE = 14
 
 
 class _Slabs:
@@ -54,18 +50,14 @@ def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _pages(size: int) -> Tensor:
     """At least ``size`` bytes from the start of a huge page on, not touched yet."""
     size = -(-size // HUGE_PAGE) * HUGE_PAGE
-    memory = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE
-    advise = _madvise()
-    if advise is not None:
-        advise(memory.data_ptr() + start, size, _MADV_HUGEPAGE)  # advice: failing changes nothing
-    return memory[start : start + size]
-
-
-@lru_cache(maxsize=1)
-def _madvise() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    found = ctypes.CDLL(None).madvise
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return found
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    # Not from malloc, which gives memory again that has been touched before.
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them
+        pass
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -flat.data_ptr() % HUGE_PAGE
+    return flat[start : start + size]

@@ -14,7 +14,11 @@ namespace yo {
 
 constexpr int PANEL = 32;                       // columns of a panel
 constexpr int TILE_ROWS = VL == 16 ? 12 : 6;    // most rows of a tile: what the registers hold
-constexpr int64_t PREFETCH = 4096;              // bytes from a panel's use to what is fetched
+
+// Bytes from where a panel is used to where it is fetched, and whether into the first cache: measured
+// from memory, by the rows of a tile.
+constexpr int64_t fetch_distance(int m) { return m <= 2 ? 4096 : 8192; }
+constexpr bool fetch_near(int m) { return m > 2 && m < 6; }
 
 template <class T>
 constexpr int LINE = 64 / (int)sizeof(T);
@@ -125,7 +129,8 @@ void columns(int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, bool ad
 #pragma GCC unroll 2
         for (int s = 0; s < STEPS; s += 2, b += 2 * ROW) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i, ahead.at += ahead.step) __builtin_prefetch(ahead.at);
+            for (int i = 0; i < 4; ++i, ahead.at += ahead.step)
+                __builtin_prefetch(ahead.at, 0, fetch_near(M) ? 3 : 2);
             step<M, N>(acc, a + s * WIDTH, b);
             step<M, N>(acc, a + (s + 1) * WIDTH, b + ROW);
         }
@@ -155,14 +160,14 @@ void rows(int m, int64_t k, const TA* a, const TB* b, float* c, int64_t ldc, boo
 // Sums in float32, in the order of k for every m: an element of c is the same to the last bit
 // whatever rows are beside its own.
 //
-// Meanwhile the panel is fetched from PREFETCH bytes ahead on, which is right where each panel is used
-// once. Where `tiles` of them use the same panel, the one called `index` fetches its share of the
-// panel after it.
+// Meanwhile the panel is fetched from fetch_distance bytes ahead on, which is right where each panel
+// is used once. Where `tiles` of them use the same panel, the one called `index` fetches its share of
+// the panel after it.
 template <class TA, class TB>
 inline void tile(int m, int64_t k, const TA* block, const TB* panel, float* c, int64_t ldc,
                  bool add = false, int64_t index = 0, int64_t tiles = 1) {
     const int64_t size = panel_size<TB>(k) * (int64_t)sizeof(TB);
-    const int64_t from = tiles == 1 ? PREFETCH : size + size * index / tiles;
+    const int64_t from = tiles == 1 ? fetch_distance(m) : size + size * index / tiles;
     gemm::rows<TILE_ROWS>(m, k, block, panel, c, ldc, add,
                           {(const char*)panel + from, (64 + tiles - 1) / tiles});
 }

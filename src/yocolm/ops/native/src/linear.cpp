@@ -14,7 +14,7 @@ namespace {
 enum Activation { NONE = 0, GELU = 1, SILU = 2 };
 
 constexpr int HALF = PANEL / 2;
-constexpr double READ_RATE = 25, BF16_RATE = 200, FP32_RATE = 100;  // a thread's, per nanosecond
+constexpr double READ_RATE = 30, BF16_RATE = 200, FP32_RATE = 100;  // a thread's, per nanosecond
 constexpr double SERIAL_TIME = 8000;     // ns: less is done sooner than a second thread wakes up
 constexpr double ITEM_TIME = 3000;       // ns of work that a thread takes at a time, at least
 constexpr int64_t BLOCK_BYTES = 384 * 1024;  // of rows of x that stay in a core's second cache
