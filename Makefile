@@ -29,8 +29,10 @@ lint: $(VENV)/dev.stamp
 types: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The second run is that of a machine without kernels: all paths, and other implementations' outputs.
 pytest: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	YOCOLM_NATIVE=0 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance tests/golden
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix src tests docs recipes bench
