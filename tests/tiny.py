@@ -31,7 +31,7 @@ from yocolm.engine import handles, recurrent
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.plan import Plan
-from yocolm.engine.runner import EntryOutput
+from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.settings import EngineSettings
 from yocolm.models import dense

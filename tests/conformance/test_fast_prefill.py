@@ -203,6 +203,6 @@ def test_every_row_can_be_sent_through_for_measurement(name: str, fast: bool) ->
 def test_logits_never_exist_for_a_whole_prompt() -> None:
     spy = Spy(tiny_model("llama"))
     engine = make_engine("llama", model=spy)
-    engine.runner.logit_rows = 5
+    engine.runner.drawer.logit_rows = 5
     assert_dense(run_one(engine, prompt_of(33), greedy(2)), "llama")
     assert max(spy.logit_rows) == 5 and sum(spy.logit_rows) == 34

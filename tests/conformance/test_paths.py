@@ -132,7 +132,7 @@ def test_scoring_from_a_position_on(start: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_made_in_blocks_of_rows(name: str) -> None:
     engine = make_engine(name, "float64")
-    engine.runner.logit_rows = 2
+    engine.runner.drawer.logit_rows = 2
     requests = {str(i): (prompt_of(5 + i, i), greedy(4)) for i in range(5)}
     for output in run(engine, requests).values():
         assert_dense(output, name, "float64")

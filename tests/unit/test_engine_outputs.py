@@ -10,7 +10,7 @@ from tiny import assert_same, finish, greedy, joined, make_engine, prompt_of, ru
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.plan import Plan
-from yocolm.engine.runner import EntryOutput
+from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
 from yocolm.errors import RequestError
 

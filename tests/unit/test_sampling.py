@@ -232,8 +232,9 @@ def test_rows_that_are_not_finite_are_found_and_do_no_harm() -> None:
     logits[3] = -math.inf
     logits[4, :7] = -math.inf
     assert finite_rows(logits).tolist() == [True, False, False, False, True]
-    drawn = sample(logits, SamplingBatch.build([SamplingRow(top_k=3, top_p=0.9, min_p=0.1)] * 5))
-    assert drawn[4] == 7 and bool(((drawn >= 0) & (drawn < 8)).all())
+    for asked in (SamplingRow(top_k=3, top_p=0.9, min_p=0.1), SamplingRow(temperature=0)):
+        drawn = sample(logits, SamplingBatch.build([asked] * 5))
+        assert 0 <= drawn[0] < 8 and drawn[1:].tolist() == [-1, -1, -1, 7]
 
 
 def test_gather_logprobs_is_the_log_softmax_with_ranks() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from yocolm.engine.drawing import TokenScore
 from yocolm.engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -17,7 +18,6 @@ from yocolm.engine.outputs import (
     SampleLogprobs,
 )
 from yocolm.engine.request import Request, Sequence
-from yocolm.engine.runner import TokenScore
 from yocolm.engine.sampling_params import RequestOutputKind
 from yocolm.engine.text import SequenceText
 from yocolm.tokenizer import Tokenizer
@@ -81,11 +81,17 @@ class Answer:
         if sample is not None and sample.text is not None:
             sample.text.end()
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is to be delivered before its end."""
+        request = self.request
+        return request.params.output_kind is RequestOutputKind.FINAL_ONLY and not request.finished
+
     def output(self) -> RequestOutput | None:
         """What is to be delivered after a step; None if nothing is, yet."""
         request = self.request
         kind = request.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not request.finished:
+        if self.waits:
             return None
         prompt_logprobs = self._prompt_logprobs
         if kind is RequestOutputKind.DELTA:

@@ -16,12 +16,13 @@ import torch
 
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
+from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
-from yocolm.engine.runner import EntryOutput, Runner
+from yocolm.engine.runner import Runner
 from yocolm.engine.sampling_params import PoolingParams, SamplingParams, without_draws
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.settings import EngineSettings, available_memory, size_pools
@@ -296,7 +297,8 @@ class Engine:
         """Returns the sequences whose request failed of it."""
         failed: list[Sequence] = []
         for entry, output in zip(plan.scheduled, outputs, strict=True):
-            if output.result.error is not None:
+            nothing = not output.prompt_scores and output.pooled is None
+            if nothing or output.result.error is not None:
                 continue
             answer = self._answers[entry.seq.request.request_id]
             try:
@@ -356,7 +358,7 @@ class Engine:
     def _deliver(self, request_ids: Iterable[str]) -> Iterator[RequestOutput]:
         for request_id in request_ids:
             answer = self._answers.get(request_id)
-            if answer is None:
+            if answer is None or answer.waits:
                 continue
             if answer.request.finished:
                 answer.request.ended = time.monotonic()

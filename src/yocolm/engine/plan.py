@@ -108,6 +108,8 @@ def rows_needed(
 def next_chunk(seq: Sequence, budget: int) -> Scheduled:
     """The next tokens of ``seq``, at most ``budget`` of them, and the rows needed of them."""
     start = seq.num_computed
+    if seq.output_token_ids and start + 1 == seq.num_tokens:  # a decode: its row draws a token
+        return Scheduled(seq, start, 1, (0,), 1)
     stop = min(start + budget, seq.num_tokens)
     samples_n = seq.samples_n if stop == seq.num_tokens else 0
     scored_stop = seq.request.scored_rows.stop

@@ -58,7 +58,7 @@ class Request:
         """The prompt as int64, converted once: penalties look at it in every step."""
         return np.asarray(self.prompt_token_ids, dtype=np.int64)
 
-    @property
+    @cached_property
     def scored_rows(self) -> range:
         """The prompt rows to score. Row p gives the log-probabilities of prompt token p + 1.
 
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(seq.finished for seq in self.sequences)
+        return all([seq.status is Status.FINISHED for seq in self.sequences])
 
     @property
     def served(self) -> bool:
@@ -96,6 +96,8 @@ class Request:
 
         That is when the first one draws its first token, having computed the whole prompt.
         """
+        if len(self.sequences) == self.params.n:
+            return []
         indices = range(len(self.sequences), self.params.n)
         siblings = [self._sequence(index, self.scored_rows.stop) for index in indices]
         self.sequences += siblings
@@ -166,6 +168,13 @@ class Sequence:
         """The token ids at positions ``start .. stop - 1``."""
         first, last = (max(p - self.request.num_prompt, 0) for p in (start, stop))
         return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
+
+    def token(self, position: int) -> int:
+        """The token id at ``position``."""
+        prompt = self.request.prompt_token_ids
+        if position < len(prompt):
+            return prompt[position]
+        return self.output_token_ids[position - len(prompt)]
 
     def restart_guide(self) -> None:
         """Bring the guide to where the output is, from the beginning on."""

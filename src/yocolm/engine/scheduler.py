@@ -303,6 +303,8 @@ class Scheduler:
     def _take_page_if_needed(self, seq: Sequence) -> bool:
         """Make room for the next token of ``seq``; False if it needs a page and none is free."""
         missing = self.page_pool.pages_for(seq.num_tokens) - len(seq.pages)
+        if missing <= 0:
+            return True
         pages = self.page_pool.alloc(missing)
         if pages is None:
             return False

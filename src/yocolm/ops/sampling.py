@@ -28,6 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yocolm.ops.native.library import fits
+from yocolm.ops.native.sampling import sample as native_sample
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -178,10 +181,18 @@ def _masked(
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token per row: logits [R, V] of any float dtype -> token ids [R] int64.
 
-    Greedy rows (temperature 0) take the lowest index among the greatest logits. Rows must be
-    finite in the sense of `finite_rows`; a row that is not gets some id within the vocabulary.
+    Greedy rows (temperature 0) take the lowest index among the greatest logits. A row that is not
+    finite in the sense of `finite_rows` gets -1.
     """
-    logits = _adjust(logits.float(), batch)
+    raw = logits.float()
+    logits = _adjust(raw, batch)
+    if fits(logits):
+        parts = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+        return native_sample(logits, raw, *parts, batch.seeds, batch.indices)
+    return _sample(logits, batch).masked_fill_(~finite_rows(raw), -1)
+
+
+def _sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.all_greedy:
         return logits.argmax(dim=-1)
     x, threshold = _truncate(logits, batch)
