@@ -52,12 +52,12 @@ def test_sparse_units(quantile: float, size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("op", [gelu_glu, silu_glu])
-def test_large_and_infinite_gates(op: Callable[[Tensor], Tensor]) -> None:
-    gates = [-1e30, -200.0, -90.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 90.0, 1e30, float("inf")]
+def test_large_gates(op: Callable[[Tensor], Tensor]) -> None:
+    gates = [-3e38, -1e30, -200.0, -90.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 90.0, 1e30, float("inf")]
     gate_up = torch.tensor([gates + [1.0] * len(gates)])
     with torch.no_grad():
         out = op(gate_up)[0]
-    assert bool(((out - gate_up[0, : len(gates)].clamp(min=0)).abs() < 1e-6)[:10].all())
+    assert bool(((out - gate_up[0, : len(gates)].clamp(min=0)).abs() < 1e-6)[:-1].all())
     assert float(out[-1]) == float("inf")
 
 

@@ -16,33 +16,16 @@ inline vf quotient(vf a, vf b, const bf16*) {
 #endif
 }
 
-// exp(x) of x cut to -87 .. 88; NaN gives anything.
-inline vf bounded_exp(vf x) {
-    x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
-    vf n = x * 1.44269504f + 12582912.0f;  // to the nearest integer, in the low bits
-    vi k = (vi)as_vu(n) - 0x4b400000;
-    n -= 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = splat(1.3981999507e-3f);
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vf)((k + 127) << 23);
-}
-
-struct Gelu {  // x * (1 + tanh(u)) / 2 = x / (1 + exp(-2 u))
+struct Gelu {
     template <class T>
     static vf of(vf x, const T* kind) {
-        vf u = x * (1.5957691216f + 0.0713548163f * x * x);
-        return quotient(x, 1.0f + bounded_exp(-u), kind);
+        return quotient(activation_top(x), gelu_divisor(x), kind);
     }
 };
 struct Silu {
     template <class T>
     static vf of(vf x, const T* kind) {
-        return quotient(x, 1.0f + bounded_exp(-x), kind);
+        return quotient(activation_top(x), silu_divisor(x), kind);
     }
 };
 

@@ -163,10 +163,29 @@ inline vf vtanh(vf x) {
     t = m < splat(0.15f) ? small : t;
     return x == x ? t : x;
 }
-inline vf gelu_tanh(vf x) {
-    vf inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + vtanh(inner));
+// exp of x cut to -87 .. 88; NaN gives anything.
+inline vf bounded_exp(vf x) {
+    x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
+    vf n = x * 1.44269504f + 12582912.0f;  // to the nearest integer, in the low bits
+    vi k = (vi)as_vu(n) - 0x4b400000;
+    n -= 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = splat(1.3981999507e-3f);
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vf)((k + 127) << 23);
 }
-inline vf silu(vf x) { return x / (1.0f + vexp(-x)); }
+// GELU in its tanh form, x * (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), and SiLU: both are
+// activation_top(x) divided by these. Where the divisor is cut, any x from -200 down gives 0.
+inline vf activation_top(vf x) { return vmax(splat(-200.0f), x); }  // NaN stays
+inline vf gelu_divisor(vf x) {
+    return 1.0f + bounded_exp(-x * (1.5957691216f + 0.0713548163f * x * x));
+}
+inline vf silu_divisor(vf x) { return 1.0f + bounded_exp(-x); }
+inline vf gelu_tanh(vf x) { return activation_top(x) / gelu_divisor(x); }
+inline vf silu(vf x) { return activation_top(x) / silu_divisor(x); }
 
 }  // namespace yo
