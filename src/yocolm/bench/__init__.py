@@ -1,0 +1,1 @@
+"""Measuring: single operations, this engine, and this engine beside others."""

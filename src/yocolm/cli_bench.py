@@ -1,0 +1,112 @@
+"""`yocolm bench`: operations, this engine, and this engine beside others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from yocolm.bench.offline import measure_offline, offline_table
+from yocolm.bench.op_cases import all_cases
+from yocolm.bench.ops import measure_ops, ops_table
+from yocolm.bench.peers import PeerSpec, Workload, measure_peers, peer_spec, peers_table
+from yocolm.bench.report import machine, plot_peers, pyplot, save_json
+from yocolm.errors import ConfigError
+from yocolm.models.registry import load_config
+
+VLLM_MODES = {  # name: (fast prefill, eager)
+    "fast": (True, False),
+    "off": (False, False),
+    "eager": (True, True),
+    "eager-off": (False, True),
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return {"ops": _ops, "offline": _offline, "peers": _peers}[arguments.kind](arguments)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _finish(result: dict[str, Any], text: str, path: Path | None) -> None:
+    result["machine"] = machine()
+    print(text)
+    if path is not None:
+        save_json(path, result)
+
+
+def _check_output(path: Path | None) -> None:
+    """Before hours of measuring, not after."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {path} does not exist; create it, or name another file")
+
+
+def _ops(arguments: argparse.Namespace) -> int:
+    _check_output(arguments.json)
+    result = measure_ops(all_cases(), arguments.threads, arguments.repeats, arguments.only, _say)
+    _finish(result, ops_table(result), arguments.json)
+    return 1 if any(row.get("error") for row in result["rows"]) else 0
+
+
+def _offline(arguments: argparse.Namespace) -> int:
+    _check_output(arguments.json)
+    result = measure_offline(
+        arguments.model,
+        arguments.dtype,
+        threads=arguments.threads,
+        prompt_lengths=arguments.prompt_lengths,
+        batches=arguments.batch,
+        decode=arguments.decode,
+        repeats=arguments.repeats,
+        say=_say,
+    )
+    _finish(result, offline_table(result), arguments.json)
+    return 0
+
+
+def _peers(arguments: argparse.Namespace) -> int:
+    _check_output(arguments.json)
+    _check_output(arguments.plot)
+    if arguments.plot is not None:
+        pyplot()
+    work = Workload(
+        tuple(arguments.prompt_lengths),
+        tuple(arguments.batch),
+        arguments.decode,
+        arguments.repeats,
+        arguments.threads,
+        arguments.dtype,
+        arguments.timeout,
+    )
+    checkpoint = str(arguments.checkpoint)
+    vocab = load_config(checkpoint).vocab_size
+    result = measure_peers(_specs(arguments), checkpoint, vocab, work, _say)
+    result["workload"] = json.loads(json.dumps(work.__dict__))
+    _finish(result, peers_table(result), arguments.json)
+    if arguments.plot is not None:
+        plot_peers(result, arguments.plot)
+    return 0
+
+
+def _specs(arguments: argparse.Namespace) -> list[PeerSpec]:
+    """The peers that were named, ours first."""
+    specs = [peer_spec("yocolm", arguments.ours or sys.executable, "yocolm")]
+    if arguments.transformers:
+        specs.append(peer_spec("transformers", arguments.transformers, "transformers"))
+    for mode in arguments.vllm_modes if arguments.vllm else ():
+        if mode not in VLLM_MODES:
+            raise ConfigError(f"--vllm-modes has {mode!r}; allowed: {', '.join(VLLM_MODES)}")
+        fast, eager = VLLM_MODES[mode]
+        specs.append(
+            peer_spec(f"vllm {mode}", arguments.vllm, "vllm", fast_prefill=fast, eager=eager)
+        )
+    if (arguments.llama_cpp is None) != (arguments.gguf is None):
+        raise ConfigError("--llama-cpp and --gguf need each other: give both or neither")
+    if arguments.llama_cpp is not None:
+        options = {"binaries": str(arguments.llama_cpp), "gguf": str(arguments.gguf)}
+        specs.append(peer_spec("llama.cpp", sys.executable, "llama_cpp", **options))
+    return specs
