@@ -161,7 +161,8 @@ struct Packed {
             share = round_up(share > SPLIT_ROWS ? share : SPLIT_ROWS, TILE_ROWS);
             if (share < block_rows) block_rows = share;
         }
-        const int64_t blocks_ = (rows + block_rows - 1) / block_rows;
+        int64_t blocks_ = (rows + block_rows - 1) / block_rows;
+        if (blocks_ >= threads) blocks_ = round_up(blocks_, threads);  // an equal share for each
         int64_t chunks = threads == 1 || blocks_ >= 4 * threads ? 1 : 4 * threads / blocks_;
         if (chunks > time / blocks_ / ITEM_TIME) chunks = (int64_t)(time / blocks_ / ITEM_TIME);
         if (chunks > count) chunks = count;
