@@ -15,6 +15,7 @@ from yocolm.ops.blocks import cut_blocks
 from yocolm.ops.linear import linear, pack, packed_linear
 from yocolm.ops.native import attention as native_attention
 from yocolm.ops.native.library import native
+from yocolm.ops.native.memory import empty_huge
 from yocolm.ops.norm import rms_norm, rms_norm_form
 from yocolm.ops.retention import (
     CHUNK_SIZE,
@@ -100,9 +101,9 @@ def decode_case(heads: tuple[int, int, int], tokens: int) -> Case:
 
     def make(seed: int) -> Inputs:
         shape = (tokens // PAGE, groups, PAGE, dim)
-        # Drawn in bfloat16: a float32 copy of the longest would not fit a small machine.
+        # In huge pages, as the engine keeps them; in bfloat16 at once, as float32 may not fit.
         draw = torch.Generator().manual_seed(seed)
-        k, v = (torch.empty(shape, dtype=BF16).normal_(generator=draw) for _ in range(2))
+        k, v = (empty_huge(shape, BF16).normal_(generator=draw) for _ in range(2))
         return _random(seed, 1, count, dim, dtype=BF16), k, v, _one_sequence(k, v, tokens)
 
     return Case(
