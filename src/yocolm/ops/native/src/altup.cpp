@@ -25,19 +25,20 @@ struct Router {
     float eps;
     const T* weight;
 
-    // tanh of the products / size for x [size] whose squares add up to `squares`.
-    void route(const float* x, float squares, int64_t size, int64_t streams, float* out) const {
+    // tanh of the products / size for x [size] whose squares add up to `squares`; x is used up.
+    void route(float* x, float squares, int64_t size, int64_t streams, float* out) const {
         float scale = inverse_root(squares, size, eps) / (float)size;
+        each_vector(size, [&](int64_t i, auto k) { set(x + i, get(x + i, k) * get(norm + i, k), k); });
         for (int64_t s = 0; s < streams; ++s) {
             const T* w = weight + s * size;
             vf a = vf{}, b = vf{};
             int64_t i = 0;
             for (; i + 2 * VL <= size; i += 2 * VL) {
-                a += load(x + i) * load(norm + i) * load(w + i);
-                b += load(x + i + VL) * load(norm + i + VL) * load(w + i + VL);
+                a += load(x + i) * load(w + i);
+                b += load(x + i + VL) * load(w + i + VL);
             }
             each_vector(size - i, [&](int64_t j, auto k) {
-                a += get(x + i + j, k) * get(norm + i + j, k) * get(w + i + j, k);
+                a += get(x + i + j, k) * get(w + i + j, k);
             });
             out[s] = as(std::tanh(as(sum(a + b) * scale, w)), w);
         }
@@ -84,7 +85,8 @@ void predict(const T* x, const Router<T>& router, const T* prediction, int64_t a
             const T* from = x + r * size * streams;
             float routed[MAX_STREAMS], factors[MAX_STREAMS];
             take_stream(from, streams, active, own.data(), size);
-            router.route(own.data(), squares_of(own.data(), size), size, streams, routed);
+            std::memcpy(moved.data(), own.data(), size * sizeof(float));
+            router.route(moved.data(), squares_of(own.data(), size), size, streams, routed);
             T* mix = mixing + r * streams * streams;  // [from, to]
             for (int64_t to = 0; to < streams; ++to)
                 for (int64_t s = 0; s < streams; ++s)

@@ -46,7 +46,17 @@ inline void take4(vf v, int lane, float* out) {
 }
 
 // Sums of each group, in all its lanes.
-inline vf sum4(vf v) { return (spread4<0>(v) + spread4<1>(v)) + (spread4<2>(v) + spread4<3>(v)); }
+inline vf sum4(vf v) {
+#if defined(__AVX512F__)
+    vf pairs = v + (vf)_mm512_permute_ps((__m512)v, 0xb1);
+    return pairs + (vf)_mm512_permute_ps((__m512)pairs, 0x4e);
+#elif defined(__AVX2__)
+    vf pairs = v + (vf)_mm256_permute_ps((__m256)v, 0xb1);
+    return pairs + (vf)_mm256_permute_ps((__m256)pairs, 0x4e);
+#else
+    return splat((v[0] + v[1]) + (v[2] + v[3]));
+#endif
+}
 
 // Four floats, repeated.
 inline vf repeat4(const float* p) {
