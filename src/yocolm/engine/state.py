@@ -10,6 +10,7 @@ from yocolm.engine.recurrent import StagedRetention, retain
 from yocolm.models.base import AS_IS, KV, Batch
 from yocolm.models.spec import ModelSpec, Store
 from yocolm.ops.heads import KeyForm, finish_kv, page_places, write_heads
+from yocolm.ops.native.memory import empty_huge
 
 
 class PagedState:
@@ -40,17 +41,15 @@ class PagedState:
         def pool(store: Store, count: int, length: int) -> tuple[Tensor, Tensor]:
             shape = (count, store.num_heads, length)
             return (
-                torch.empty(*shape, store.k_dim, dtype=dtype, device=device),
-                torch.empty(*shape, store.v_dim, dtype=dtype, device=device),
+                _empty((*shape, store.k_dim), dtype, device),
+                _empty((*shape, store.v_dim), dtype, device),
             )
 
         self.pages = [pool(store, num_pages, page_size) for store in spec.global_stores]
         self._globals = [PagedKV(k, v) for k, v in self.pages]
         self.rings = [pool(store, num_slots, store.window) for store in spec.window_stores]
         self.recurrent = [
-            torch.empty(
-                num_slots, store.num_heads, store.k_dim, store.v_dim, dtype=wide, device=device
-            )
+            _empty((num_slots, store.num_heads, store.k_dim, store.v_dim), wide, device)
             for store in spec.recurrent_stores
         ]
         self._staged: list[WindowKV | StagedRetention] = []
@@ -112,3 +111,9 @@ class PagedState:
     def _places(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Page and offset of every token."""
         return page_places(batch.block_table, batch.seq_ids, batch.positions, self.page_size)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cpu":
+        return empty_huge(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)

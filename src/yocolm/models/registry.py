@@ -34,7 +34,7 @@ from yocolm.models.authors import (
 from yocolm.models.gemma import LookupTable
 from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
-from yocolm.models.layers import Embedding, pack_weights
+from yocolm.models.layers import pack_weights
 from yocolm.models.llama import Llama
 from yocolm.models.loading_line import LoadingLine
 from yocolm.models.presets import PRESETS, preset
@@ -129,8 +129,9 @@ def build_model(
     for module in model.modules():
         if allocate_tables or not isinstance(module, LookupTable):
             module.to_empty(device=device, recurse=False)
-        if isinstance(module, Embedding) and module.weight.is_cpu:  # most are heads as well
-            module.weight.data = empty_huge(module.weight.shape, dtype)
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_cpu and parameter.dim() > 1:  # matrices, which packing gives back
+                    parameter.data = empty_huge(parameter.shape, dtype)
     return model
 
 
