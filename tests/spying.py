@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from yocolm.engine.engine import Engine
-from yocolm.models.base import KV, Batch, CausalLM, State
+from yocolm.models.base import KV, Batch, CausalLM, Half, State
 
 
 class Spy:
@@ -33,6 +33,9 @@ class Spy:
     def embed(self, batch: Batch) -> Tensor:
         self._begin("embed")
         return self._end("embed", self.model.embed(batch))
+
+    def look_up(self, batch: Batch, half: Half) -> Tensor | None:
+        return self.model.look_up(batch, half)
 
     def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, KV]:
         self.writes.append(batch)

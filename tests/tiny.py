@@ -28,12 +28,12 @@ from yocolm.config import (
     YocoConfig,
 )
 from yocolm.engine import handles, recurrent
+from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.plan import Plan
-from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.sampling_params import SamplingParams
-from yocolm.engine.settings import EngineSettings
+from yocolm.engine.settings import Compile, EngineSettings
 from yocolm.models import dense
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
@@ -240,6 +240,7 @@ def make_engine(
     eos: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
     fast_prefill: bool = True,
+    compile: Compile = "auto",
 ) -> Engine:
     """An engine with so many pages and slots to hand out, and a budget of tokens a step."""
     spec, width = model_spec(FAMILIES[name]), DTYPES[dtype].itemsize
@@ -251,6 +252,7 @@ def make_engine(
         kv_memory=memory,
         page_size=page_size,
         fast_prefill=fast_prefill,
+        compile=compile,
     )
     module = cast(CausalLM, served_model(name, dtype) if model is None else model)
     return Engine(module, FAMILIES[name], tokenizer, settings, eos)
@@ -355,6 +357,8 @@ def poison(engine: Engine) -> None:
     state, scheduler = engine.runner.state, engine.scheduler
     slot_pools = [*(pool for pair in state.rings for pool in pair), *state.recurrent]
     page_pools = [pool for pair in state.pages for pool in pair]
+    if engine.runner.compiled is not None:
+        engine.runner.compiled.poison()
     for owners, pools in ((scheduler.slot_pool, slot_pools), (scheduler.page_pool, page_pools)):
         free = [number for number in range(owners.size) if owners.references(number) == 0]
         for pool in pools:
@@ -363,8 +367,7 @@ def poison(engine: Engine) -> None:
 
 def assert_empty(engine: Engine) -> None:
     """All pages and slots are free again."""
-    scheduler = engine.scheduler
-    for pool in (scheduler.page_pool, scheduler.slot_pool):
+    for pool in (engine.scheduler.page_pool, engine.scheduler.slot_pool):
         assert pool.num_free == pool.capacity
 
 

@@ -131,6 +131,8 @@ def _add_generate(commands: _Commands) -> None:
         default=True,
         help="prompt tokens that need no logits skip the second half; off to measure that",
     )
+    text = "no CUDA graphs on a GPU: every step runs as it is"
+    engine.add_argument("--eager", "--enforce-eager", action="store_true", help=text)
     engine.add_argument(
         "--per-layer-tables",
         choices=("mapped", "resident"),

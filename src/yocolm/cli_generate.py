@@ -19,6 +19,8 @@ from yocolm.models.registry import GENERATION_FILE, load_generation_config
 # What a model's generation_config.json may set; options on the command line win.
 _MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+_ENGINE = ("max_num_batched_tokens", "kv_memory", "fast_prefill", "per_layer_tables")
+
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.stream and (arguments.json or (arguments.n or 1) > 1):
@@ -30,10 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompt: Prompt = _prompt(arguments)
     params = _sampling_params(arguments)
     settings = {
-        name: getattr(arguments, name)
-        for name in ("max_num_batched_tokens", "kv_memory", "fast_prefill", "per_layer_tables")
-        if getattr(arguments, name) is not None
+        name: getattr(arguments, name) for name in _ENGINE if getattr(arguments, name) is not None
     }
+    settings["enforce_eager"] = arguments.eager
     llm = LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **settings)
     if arguments.chat:
         prompt = llm.chat_prompt(_messages(prompt, arguments.system))

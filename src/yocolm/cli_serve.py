@@ -21,6 +21,7 @@ from yocolm.server.serve import bind, serve
 from yocolm.server.settings import PREFIX, ServerSettings, gather
 
 _ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "page_size")
+_ENGINE += ("compile",)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=settings.dtype,
         device=settings.device,
         prompt_logprobs=settings.prompt_logprobs,
+        enforce_eager=settings.eager,
         **{name: value for name, value in engine.items() if value is not None},
     )
     generation = load_generation_config(source) if settings.generation_config == "auto" else {}

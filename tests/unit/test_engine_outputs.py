@@ -7,10 +7,10 @@ import pytest
 
 from scripted import scripted_engine, spell
 from tiny import assert_same, finish, greedy, joined, make_engine, prompt_of, run_one, samples
+from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.plan import Plan
-from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
 from yocolm.errors import RequestError
 

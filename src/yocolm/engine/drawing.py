@@ -59,7 +59,7 @@ class _Draw(NamedTuple):
 
     row: int
     entry: int
-    index: int  # among the samples that are drawn from this row
+    sample: int  # among the samples that are drawn from this row
 
 
 class Drawer:
@@ -143,7 +143,7 @@ class Drawer:
     ) -> SamplingBatch:
         """What the draws ask for; of the same steady sequences it is last step's, one further."""
         seqs = [entries[draw.entry].seq for draw in draws]
-        samples = [draw.index for draw in draws]
+        samples = [draw.sample for draw in draws]
         steady = not masks and all(map(_is_steady, seqs))
         if steady and self._steady is not None and self._steady[:2] == (seqs, samples):
             batch = self._steady[2]
@@ -151,7 +151,7 @@ class Drawer:
                 return batch
             indices = torch.tensor([seq.num_output for seq in seqs], device=self.device)
             return replace(batch, indices=indices)
-        rows = [_row(entries[d.entry].seq, d.index, masks.get(d.entry)) for d in draws]
+        rows = [_row(entries[d.entry].seq, d.sample, masks.get(d.entry)) for d in draws]
         batch = SamplingBatch.build(rows, self.device)
         self._steady = (seqs, samples, batch) if steady else None
         return batch

@@ -16,6 +16,7 @@ import torch
 
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
+from yocolm.engine.compiled import compiled_halves
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
 from yocolm.engine.outputs import RequestOutput
@@ -85,6 +86,15 @@ class Engine:
             self.max_model_len,
         )
         max_pages = min(ceil(self.max_model_len / page_size), sizes.num_pages)
+        halves = compiled_halves(
+            model,
+            state,
+            self.settings.compile,
+            max_seqs=sizes.max_num_seqs,
+            max_pages=max_pages,
+            max_tokens=self.settings.max_num_batched_tokens,
+            device=weight.device,
+        )
         self.runner = Runner(
             model,
             state,
@@ -93,6 +103,7 @@ class Engine:
             max_pages,
             weight.device,
             self.settings.fast_prefill,
+            halves,
         )
         self.guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}

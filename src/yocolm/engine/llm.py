@@ -44,7 +44,8 @@ class LLM:
         seed: of the weights of ``random:PRESET``.
         skip_tokenizer_init: serve token ids only.
         settings: fields of ``EngineSettings``: max_num_batched_tokens, max_num_seqs, max_model_len,
-            kv_memory, page_size, prompt_logprobs, fast_prefill.
+            kv_memory, page_size, prompt_logprobs, fast_prefill, compile.
+        enforce_eager: the same as ``compile="eager"``.
         per_layer_tables: "mapped" leaves tables of per-layer inputs in their file, "resident" loads
             them; see ``load_model``.
 
@@ -66,6 +67,8 @@ class LLM:
         page_size: int = EngineSettings.page_size,
         prompt_logprobs: str = "exact",
         fast_prefill: bool = True,
+        compile: str = "auto",
+        enforce_eager: bool = False,
         per_layer_tables: str = "mapped",
     ) -> None:
         settings = EngineSettings(
@@ -76,6 +79,7 @@ class LLM:
             page_size=page_size,
             prompt_logprobs=cast(Any, prompt_logprobs),
             fast_prefill=fast_prefill,
+            compile=cast(Any, "eager" if enforce_eager else compile),
         )
         source = resolve(model)
         module, config = load_model(
@@ -84,7 +88,7 @@ class LLM:
             require_device(device),
             seed,
             per_layer_tables=per_layer_tables,
-            packed=True,
+            packed=settings.compile != "inductor",  # it knows plain matrices only
             show_progress=True,
         )
         tokenizer = None if skip_tokenizer_init else load_tokenizer(source)

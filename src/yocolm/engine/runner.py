@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yocolm.engine.compiled import Halves
 from yocolm.engine.drawing import Drawer, EntryOutput
 from yocolm.engine.guided import MaskWorker
 from yocolm.engine.inputs import Inputs, slot_of
 from yocolm.engine.plan import Plan, Scheduled
 from yocolm.engine.state import PagedState
-from yocolm.models.base import Batch, CausalLM
+from yocolm.models.base import Batch, CausalLM, Handles
 
 
 @dataclass
@@ -47,8 +48,10 @@ class Runner:
         max_pages: int,
         device: torch.device | str = "cpu",
         fast_prefill: bool = True,
+        compiled: Halves | None = None,
     ) -> None:
         self.model, self.state, self.device = model, state, device
+        self.compiled = compiled
         self.fast_prefill = fast_prefill
         self.stats = StepStats()
         self.inputs = Inputs(num_slots, max_pages, device)
@@ -59,6 +62,8 @@ class Runner:
     def run(self, plan: Plan) -> list[EntryOutput]:
         """Run one step. Results are in the order of ``plan.scheduled``."""
         self.state.discard()  # what an interrupted step may have left
+        if self.compiled is not None:
+            self.compiled.discard()
         self._copy(plan)
         if not plan.scheduled:
             return []
@@ -114,19 +119,31 @@ class Runner:
     def _halves(self, batch: Batch) -> Tensor:
         stats, begin = self.stats, time.perf_counter()
         stats.write_tokens += len(batch.tokens)
-        x, kv = self.model.write(self.model.embed(batch), batch, self.state)
+        x, kv = self._write(batch)
         written = time.perf_counter()
         hidden, rows = batch.select_rows(x)
         if len(hidden):
             stats.read_calls += 1
             stats.read_rows += len(hidden)
-            hidden = self.model.read(hidden, kv, rows)
+            hidden = self._read(hidden, kv, rows, batch)
         read = time.perf_counter()
         self.state.commit()
+        if self.compiled is not None:
+            self.compiled.commit()
         stats.write_seconds += written - begin
         stats.read_seconds += read - written
         stats.commit_seconds += time.perf_counter() - read
         return hidden
+
+    def _write(self, batch: Batch) -> tuple[Tensor, Handles]:
+        if self.compiled is not None and self.compiled.takes_write(batch):
+            return self.compiled.write(batch)
+        return self.model.write(self.model.embed(batch), batch, self.state)
+
+    def _read(self, x: Tensor, kv: Handles, rows: Batch, written: Batch) -> Tensor:
+        if self.compiled is not None and self.compiled.takes_read(len(x)):
+            return self.compiled.read(x, kv, rows, written)
+        return self.model.read(x, kv, rows)
 
 
 def _singles_by_slot(entries: Series[Scheduled]) -> list[int]:

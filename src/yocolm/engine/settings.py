@@ -6,11 +6,12 @@ import os
 import re
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args
 
 from yocolm.errors import ConfigError
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec
 
+Compile = Literal["auto", "eager", "replay", "inductor", "graph"]
 MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
 _UNITS = {"": 1} | {
     letter + binary: (1024 if binary else 1000) ** power
@@ -33,6 +34,11 @@ class EngineSettings:
         prefill is the fast one.
     fast_prefill: False sends every token through the second half, needed or not, to measure what
         is saved.
+    compile: how the model's halves run in steps of one token a sequence, and for few rows: "eager"
+        as they are, "inductor" compiled by PyTorch, once for each size that occurs, "graph" as
+        captured CUDA graphs; "auto" is "graph" on CUDA and "eager" elsewhere, where the kernels
+        of its own are faster than what PyTorch compiles. "replay" is "graph" without a capture,
+        for tests.
     """
 
     max_num_batched_tokens: int = 2048
@@ -42,11 +48,16 @@ class EngineSettings:
     page_size: int = DEFAULT_PAGE_SIZE
     prompt_logprobs: Literal["exact", "reject"] = "exact"
     fast_prefill: bool = True
+    compile: Compile = "auto"
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs not in ("exact", "reject"):
             raise ConfigError(
                 f"prompt_logprobs={self.prompt_logprobs!r} must be 'exact' or 'reject'"
+            )
+        if self.compile not in get_args(Compile):
+            raise ConfigError(
+                f"compile={self.compile!r} must be one of {', '.join(get_args(Compile))}"
             )
         if not isinstance(self.fast_prefill, bool):
             raise ConfigError(f"fast_prefill={self.fast_prefill!r} must be True or False")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from yocolm.ops.heads import KeyForm
 
 AS_IS = KeyForm()
 Plan = TypeVar("Plan")
+Half = Literal["write", "read"]
 Handles = Any  # what the second half reads: a KV handle, or one for each type of layer
 
 
@@ -32,6 +33,8 @@ class Batch:
     slots: [S] int64, places in the constant-size pools.
     kv_lens: [S] int64, tokens of each sequence in the global KV once this step is written.
     block_table: [S, pages] int64.
+    looked_up: [T, ...] what ``look_up`` found for the half that this batch is for; None leaves the
+        lookup to the half.
     """
 
     tokens: Tensor
@@ -42,6 +45,7 @@ class Batch:
     slots: Tensor
     kv_lens: Tensor
     block_table: Tensor
+    looked_up: Tensor | None = None
     _memo: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
@@ -99,6 +103,7 @@ class Batch:
             seq_ids=seq_ids,
             cu_seqlens=torch.searchsorted(self.rows, self.cu_seqlens),
             rows=torch.arange(len(self.rows), device=self.rows.device),
+            looked_up=None,
         )
         return x.index_select(0, self.rows), selected
 
@@ -153,15 +158,20 @@ class CausalLM(Protocol):
         """Embeddings of the batch's tokens, [T, D]."""
         ...
 
+    def look_up(self, batch: Batch, half: Half) -> Tensor | None:
+        """What a half takes from tables that may lie on the CPU, [T, ...]; None if it takes none.
+
+        A half looks it up itself, unless it finds it in ``batch.looked_up``: within a compiled or
+        captured half nothing can be looked up.
+        """
+        ...
+
     def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, Handles]:
         """First half, for every token: returns [T, D, ...] and the handles that ``read`` takes."""
         ...
 
     def read(self, x: Tensor, kv: Handles, batch: Batch) -> Tensor:
-        """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0.
-
-        Like ``write``, it may look up further inputs of its tokens in tables on the CPU.
-        """
+        """Second half, for needed rows only: final hidden states [R, D]. Never entered at R = 0."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -109,12 +109,18 @@ class PerLayerInputs(nn.Module):
         self.projection = Linear(config.hidden_size, width)
         self.norm = RMSNorm(self.size, config.norm_eps)
 
-    def forward(self, x: Tensor, tokens: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
+    def look_up(self, tokens: Tensor, first: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """What the table has of ``tokens`` [R] for those layers, [R, layers * P]."""
+        return self.table(tokens, first * self.size, stop * self.size, dtype)
+
+    def forward(self, x: Tensor, batch: Batch, first: int, stop: int) -> tuple[Tensor, ...]:
         """Inputs [R, P] of layers ``first`` to ``stop - 1``, from embeddings x [R, D] of tokens."""
         columns = first * self.size, stop * self.size
-        projected = self.projection.part(x, *columns)
-        found, scale = self.table(tokens, *columns, x.dtype), rounded(self.table.scale, x.dtype)
-        norm = self.norm
+        found = batch.looked_up
+        if found is None:
+            found = self.look_up(batch.tokens, first, stop, x.dtype)
+        projected, norm = self.projection.part(x, *columns), self.norm
+        scale = rounded(self.table.scale, x.dtype)
         mixed = mix_inputs(projected, self.scale, norm.weight, norm.eps, found, scale)
         return mixed.unbind(1)
 

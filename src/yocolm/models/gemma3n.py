@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma3n import Gemma3nConfig
-from yocolm.models.base import KV, Batch, State
+from yocolm.models.base import KV, Batch, Half, State
 from yocolm.models.gemma import (
     GemmaAttention,
     KVs,
@@ -230,9 +230,14 @@ class Gemma3n(Decoder):
     def embed(self, batch: Batch) -> Tensor:
         return self.embed_tokens(batch.tokens)
 
+    def look_up(self, batch: Batch, half: Half) -> Tensor | None:
+        last, dtype = self.config.num_writers - 1, self.embed_tokens.weight.dtype
+        first, stop = (0, last) if half == "write" else (last, self.config.num_layers)
+        return self.per_layer.look_up(batch.tokens, first, stop, dtype)
+
     def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, KVs]:
         last = self.config.num_writers - 1
-        ropes, kvs = gemma_ropes(self.config, batch, x.dtype), KVs()
+        ropes, kvs = gemma_ropes(self.config, batch, x.dtype), {}
         layers = self._layers(0, last, x, batch)
         x = spread(x, self.altup_in(x))  # [T, D] -> [T, D, S]
         for layer, own in layers:
@@ -265,6 +270,6 @@ class Gemma3n(Decoder):
         self, first: int, stop: int, embedded: Tensor, batch: Batch
     ) -> list[tuple[DecoderLayer, Tensor]]:
         """Layers ``first`` to ``stop - 1`` with the inputs that each one has of its own."""
-        own = self.per_layer(embedded, batch.tokens, first, stop)
+        own = self.per_layer(embedded, batch, first, stop)
         layers: list[Any] = list(self.layers)[first:stop]
         return list(zip(layers, own, strict=True))

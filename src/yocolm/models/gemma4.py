@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from yocolm.configs.gemma import LayerType
 from yocolm.configs.gemma4 import ExpertsConfig, Gemma4Config
-from yocolm.models.base import KV, Batch, State
+from yocolm.models.base import KV, Batch, Half, State
 from yocolm.models.gemma import (
     GemmaAttention,
     KVs,
@@ -176,9 +176,16 @@ class Gemma4(Decoder):
     def embed(self, batch: Batch) -> Tensor:
         return self.embed_tokens(batch.tokens)
 
+    def look_up(self, batch: Batch, half: Half) -> Tensor | None:
+        if self.per_layer is None:
+            return None
+        last, dtype = self.config.num_writers - 1, self.embed_tokens.weight.dtype
+        first, stop = (0, last) if half == "write" else (last, self.config.num_layers)
+        return self.per_layer.look_up(batch.tokens, first, stop, dtype)
+
     def write(self, x: Tensor, batch: Batch, state: State) -> tuple[Tensor, KVs]:
         last = self.config.num_writers - 1
-        ropes, kvs = gemma_ropes(self.config, batch, x.dtype), KVs()
+        ropes, kvs = gemma_ropes(self.config, batch, x.dtype), {}
         for layer, own in self._layers(0, last, x, batch):
             x, kvs[layer.kind] = self._run(layer, x, own, ropes[layer.kind], batch, state)
         writer = self.layers[last]
@@ -205,5 +212,5 @@ class Gemma4(Decoder):
         layers: list[Any] = list(self.layers)[first:stop]
         if self.per_layer is None:
             return [(layer, None) for layer in layers]
-        own = self.per_layer(embedded, batch.tokens, first, stop)
+        own = self.per_layer(embedded, batch, first, stop)
         return list(zip(layers, own, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from yocolm.config import RopeConfig
-from yocolm.models.base import Batch, State
+from yocolm.models.base import Batch, Half, State
 from yocolm.ops.dtypes import rounded
 from yocolm.ops.gated import gelu_glu, gelu_mul, silu_glu
 from yocolm.ops.heads import KeyForm, finish_heads
@@ -27,6 +27,10 @@ class Decoder(nn.Module):
     """A model whose layers, or halves of one, can be recomputed in the backward pass."""
 
     gradient_checkpointing = False
+
+    def look_up(self, batch: Batch, half: Half) -> Tensor | None:
+        """Nothing; see ``CausalLM.look_up``."""
+        return None
 
     def _run(self, part: Callable[..., Any], *args: object) -> Any:
         """Call a layer or half of one, without keeping its activations if so set."""

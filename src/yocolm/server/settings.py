@@ -175,12 +175,23 @@ class ServerSettings:
         "engine",
         "MODE",
     )
+    compile: str = _option(
+        "auto",
+        _one_of("auto", "eager", "inductor", "graph"),
+        "how decode steps run; auto: CUDA graphs on a GPU, as they are on a CPU",
+        "engine",
+        "KIND",
+    )
+    eager: bool = _option(False, _flag, "the same as --compile eager", "engine")
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "least level logged", "logs", "LEVEL"
     )
     log_format: str = _option("text", _one_of("text", "json"), "of log lines", "logs", "FORMAT")
     log_requests: bool = _option(False, _flag, "log the end of every request", "logs")
     access_log: bool = _option(False, _flag, "log every HTTP exchange", "logs")
+
+
+_ALIASES = {"--eager": ("--enforce-eager",)}  # as vLLM has it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,7 +204,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = item.metadata["help"]
         if item.metadata["parse"] is _flag:
             action = argparse.BooleanOptionalAction
-            group.add_argument(flags, action=action, default=None, help=text)
+            names = [flags, *_ALIASES.get(flags, ())]
+            group.add_argument(*names, action=action, default=None, help=text)
             continue
         if item.default not in (None, (), "") and "default" not in text:
             text += (
