@@ -101,6 +101,8 @@ def pack_weights(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, Linear) and module.packed is None and fits(module.weight):
                 module.pack()
+            # Found by Python itself, not by nn.Module's search: half a millisecond of a step.
+            module.__dict__.update(module._parameters | module._modules)
 
 
 class RMSNorm(nn.Module):
