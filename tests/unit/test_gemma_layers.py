@@ -4,7 +4,8 @@ import torch
 
 from packed import randn
 from yocolm.models.gemma import LookupTable
-from yocolm.models.layers import Embedding, RMSNorm, soft_cap
+from yocolm.models.layers import Embedding, RMSNorm
+from yocolm.ops.logits import soft_cap
 
 BF16 = torch.bfloat16
 SCALE = 1536**0.5  # 39.19, which bfloat16 has as 39.25
@@ -14,17 +15,22 @@ SCALE = 1536**0.5  # 39.19, which bfloat16 has as 39.25
 def test_scales_of_embeddings_are_rounded_like_the_embeddings() -> None:
     tokens = torch.arange(5)
     weight = randn(5, 8, dtype=BF16)
-    table, plain = LookupTable(5, 8, SCALE), Embedding(5, 8, SCALE)
-    embedding = Embedding(5, 8, SCALE, round_scale=True)
-    for module in (table, plain, embedding):
+    plain, embedding = Embedding(5, 8, SCALE), Embedding(5, 8, SCALE, round_scale=True)
+    for module in (plain, embedding):
         module.to(BF16).weight.copy_(weight)
     expected = weight * torch.tensor(SCALE, dtype=BF16)
     assert torch.equal(embedding(tokens), expected)
-    assert torch.equal(table(tokens, 0, 8, BF16), expected)
     assert not torch.equal(plain(tokens), expected), "the inputs tell rounded scales from exact"
-    assert torch.equal(table(tokens, 2, 5, BF16), expected[:, 2:5])
-    # Of a table in another dtype, what is looked up has the dtype of the computation.
-    assert torch.equal(table(tokens, 0, 8, torch.float32), weight.float() * SCALE)
+
+
+@torch.no_grad()
+def test_what_is_looked_up_has_the_dtype_of_the_computation() -> None:
+    weight, tokens = randn(5, 8, dtype=BF16), torch.tensor([4, 0, 5, 9])
+    table = LookupTable(5, 8, SCALE).to(BF16)
+    table.weight.copy_(weight)
+    rows = weight[[4, 0, 0, 0]]  # tokens beyond the table use row 0
+    assert torch.equal(table(tokens, 0, 8, BF16), rows)
+    assert torch.equal(table(tokens, 2, 5, torch.float32), rows[:, 2:5].float())
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yocolm.models.layers import soft_cap
+from yocolm.ops.logits import soft_cap
 from yocolm.train import loss as module
 from yocolm.train.loss import cross_entropy_sum
 

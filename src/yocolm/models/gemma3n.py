@@ -35,7 +35,6 @@ from yocolm.models.layers import (
     Linear,
     RMSNorm,
     init_weights,
-    soft_cap,
 )
 from yocolm.ops.altup import (
     Correction,
@@ -50,6 +49,7 @@ from yocolm.ops.altup import (
 )
 from yocolm.ops.gated import sparse_gelu_glu
 from yocolm.ops.linear import linear
+from yocolm.ops.logits import soft_cap
 from yocolm.ops.rope import Rotation
 
 

@@ -33,11 +33,11 @@ from yocolm.models.layers import (
     Linear,
     RMSNorm,
     init_weights,
-    soft_cap,
 )
 from yocolm.ops.dtypes import own_dtype
 from yocolm.ops.gated import gelu_glu
 from yocolm.ops.linear import linear
+from yocolm.ops.logits import soft_cap
 from yocolm.ops.norm import add_norm, add_norm_norm, rms_norm
 from yocolm.ops.rope import Rotation
 

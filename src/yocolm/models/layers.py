@@ -172,14 +172,6 @@ class WindowAttention(nn.Module):
         return self.o(kv.attend(finish_heads(q, None, None, rope), batch).flatten(1))
 
 
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)`` in float32 or wider; a ``cap`` of 0 changes nothing."""
-    if not cap:
-        return x
-    wide = x if x.dtype == torch.float64 else x.float()
-    return torch.tanh(wide / cap) * cap
-
-
 def rope_tables(config: RopeConfig, head_dim: int, batch: Batch, dtype: torch.dtype) -> Rotation:
     """Rotary tables for a batch, made once: float32, or float64 for a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yocolm.ops.logits import finite_argmax
 from yocolm.ops.native.library import fits
 from yocolm.ops.native.sampling import sample as native_sample
 
@@ -102,6 +103,12 @@ class SamplingBatch:
     any_min_p: bool = False
     any_top_p: bool = False
     max_top_k: int = 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether any logit is changed before the draw."""
+        parts = (self.bias, self.banned, self.masked, self.history)
+        return any(part is not None for part in parts)
 
     @classmethod
     def build(
@@ -184,6 +191,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Greedy rows (temperature 0) take the lowest index among the greatest logits. A row that is not
     finite in the sense of `finite_rows` gets -1.
     """
+    if batch.all_greedy and not batch.adjusts:
+        tokens, finite = finite_argmax(logits)
+        return tokens.masked_fill_(~finite, -1)
     raw = logits.float()
     logits = _adjust(raw, batch)
     if fits(logits):
@@ -204,7 +214,7 @@ def _sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Logit bias, masks and penalties on a copy (or the input itself if none is set)."""
-    if all(part is None for part in (batch.bias, batch.banned, batch.masked, batch.history)):
+    if not batch.adjusts:
         return logits
     logits = logits.clone()
     if batch.bias is not None:

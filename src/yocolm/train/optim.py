@@ -7,7 +7,6 @@ import math
 import torch
 from torch import nn
 
-from yocolm.models.gemma3n import AltUp
 from yocolm.models.gemma4 import Router
 from yocolm.models.layers import Linear
 from yocolm.train.settings import OptimSettings
@@ -34,7 +33,7 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
     No embeddings and tables, of which a token sees one row, and no experts, which lie stacked.
     """
-    routers = [part for part in model.modules() if isinstance(part, (AltUp, Router))]
+    routers = [part for part in model.modules() if isinstance(part, Router)]
     excluded = {id(inner) for router in routers for inner in router.modules()}
     return [
         part.weight
