@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from yocolm.ops.native.library import function
+from yocolm.ops.native.packed import packed
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2}
@@ -26,9 +28,8 @@ def _pack() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _packed_linear() -> Any:
-    strided, sizes, kinds = (_P, _L), (_L, _L, _L, _L), (_I, _I, _I, _I)
-    return function("yo_packed_linear", *strided, _P, _P, *strided, *strided, *sizes, *kinds)
+def _packed_linear() -> Callable[..., None]:
+    return packed("yo_packed_linear", "PqPPPqPqqqqqqqqq")
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -89,22 +90,26 @@ def packed_linear(
     other: Tensor | None,
 ) -> Tensor:
     """Outputs ``start`` to ``stop`` - 1; see ``ops.linear.packed_linear``."""
-    rows = _rows(x)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    stride, last = rows.stride()
+    if last != 1:
+        rows = rows.contiguous()
+        stride = rows.shape[1]
     count, k = rows.shape
     n = stop - start
-    out = _empty(x, count, n)
+    out = x.new_empty(count, n) if rows is x or x.dim() == 2 else x.new_empty(*x.shape[:-1], n)
     if other is None:
-        beside, stride = None, 0
+        beside, beside_stride = 0, 0
     else:
         other = _rows(other)
-        beside, stride = other.data_ptr(), other.stride(0)
+        beside, beside_stride = other.data_ptr(), other.stride(0)
     _packed_linear()(
         rows.data_ptr(),
-        rows.stride(0),
-        panels.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        beside,
         stride,
+        panels.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        beside,
+        beside_stride,
         out.data_ptr(),
         n,
         count,
@@ -113,7 +118,7 @@ def packed_linear(
         stop,
         ACTIVATIONS[activation],
         glu,
-        x.dtype == torch.bfloat16,
+        x.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
     return out

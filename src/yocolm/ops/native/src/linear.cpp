@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "gemm.h"
+#include "packed.h"
 #include "parallel.h"
 
 using namespace yo;
@@ -225,3 +226,5 @@ void yo_packed_linear(const void* x, int64_t x_stride, const void* panels, const
 }
 
 }  // extern "C"
+
+YO_PACKED(yo_packed_linear)
