@@ -20,9 +20,17 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = (
-    Operation("linear, 1-16 rows", ("yo_linear_rows",)),
     Operation("linear, packed weights, any rows", ("yo_pack", "yo_packed_linear")),
-    Operation("RMS norm", ("yo_rms_norm",)),
+    Operation("linear, plain weights, 1-16 rows", ("yo_linear_rows",)),
+    Operation("gated units (GELU, SiLU, sparse)", ("yo_gated", "yo_sparse_gelu")),
+    Operation("attention over pages and windows", ("yo_attend",)),
+    Operation("key and value writes, norm and RoPE in", ("yo_write_heads", "yo_commit_window")),
+    Operation("RoPE and norms of heads", ("yo_finish_heads", "yo_rotation")),
+    Operation("retention, one token", ("yo_retention_step",)),
+    Operation("retention, chunkwise", ("yo_retention_chunks",)),
+    Operation("RMS norm, sums, gated norm", ("yo_rms_norm", "yo_add_norm", "yo_gated_norm")),
+    Operation("AltUp", ("yo_altup_predict", "yo_altup_correct")),
+    Operation("soft cap, greatest logit, draws", ("yo_soft_cap", "yo_finite_argmax", "yo_sample")),
 )
 
 
