@@ -199,10 +199,11 @@ def make_window(case: Case, window: int) -> Window:
         return pool
 
     counts = [length - start for length, start in zip(LENGTHS, STARTS, strict=True)]
-    own = torch.cat((case.k, case.v), dim=2)[~old].split((case.k.shape[2], case.v.shape[2]), dim=2)
+    own = torch.cat((case.k, case.v), dim=2)[~old]
+    k, v = own.split((case.k.shape[2], case.v.shape[2]), dim=2)
     return Window(
         native.describe_pool(ring(case.k), ring(case.v)),
-        native.describe_own(*own, torch.tensor([0, *accumulate(counts)])),
+        native.describe_own(k, v, torch.tensor([0, *accumulate(counts)])),
         torch.tensor(LENGTHS),
         slots,
     )
