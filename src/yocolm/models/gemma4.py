@@ -41,6 +41,8 @@ from yocolm.ops.logits import soft_cap
 from yocolm.ops.norm import add_norm, add_norm_norm, rms_norm
 from yocolm.ops.rope import Rotation
 
+FEW_TOKENS = 64  # so many go through all experts at once where nothing may be read on the host
+
 
 class Router(nn.Module):
     """The experts of each token and their weights, which sum to 1 before their own scales."""
@@ -74,6 +76,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum, [T, D], of the outputs of each token's ``chosen`` [T, top_k] experts."""
+        if len(x) <= FEW_TOKENS and (x.is_cuda or torch.compiler.is_compiling()):
+            return self.at_once(x, chosen, weights)
         top_k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.gate_up)).tolist()
@@ -81,6 +85,24 @@ class Experts(nn.Module):
         outputs = [self._expert(expert, group) for expert, group in enumerate(groups) if len(group)]
         by_token = torch.cat(outputs)[order.argsort()].unflatten(0, (-1, top_k))
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def at_once(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same for few tokens, in shapes that do not depend on what is chosen.
+
+        Nothing is read on the host, so that it can be captured. Each token's own matrices are
+        collected while they are fewer than all.
+        """
+        if chosen.numel() < len(self.gate_up):
+            gate_up, down = self.gate_up[chosen], self.down[chosen]  # [T, top_k, ., .]
+            both = torch.matmul(gate_up, x[:, None, :, None]).squeeze(-1)
+            inner = gelu_glu(both.flatten(0, 1)).unflatten(0, chosen.shape)
+            outputs = torch.matmul(down, inner.unsqueeze(-1)).squeeze(-1)
+            return (outputs * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        both = torch.matmul(x, self.gate_up.transpose(1, 2))  # [experts, T, 2 * width]
+        inner = gelu_glu(both.flatten(0, 1)).unflatten(0, both.shape[:2])
+        outputs = torch.matmul(inner, self.down.transpose(1, 2))
+        shares = weights.new_zeros(len(x), len(both)).scatter(1, chosen, weights)
+        return torch.einsum("etd,te->td", outputs.to(shares.dtype), shares).to(x.dtype)
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         return linear(gelu_glu(linear(x, self.gate_up[expert])), self.down[expert])

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 14  # of keys in a tile
+TILE_BYTES = 1 << 15  # of keys in a tile: two of them, and of values, fit into shared memory
 MOST_SPLITS = 64
 
 
@@ -99,10 +99,10 @@ def _attend_share(
 
 @triton.jit
 def _merge_shares(
-    shares, peaks, sums, out, splits, V: tl.constexpr, V_PAD: tl.constexpr, SPLITS: tl.constexpr
+    shares, peaks, sums, out, splits, V: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)  # of [R * H]
-    split, d = tl.arange(0, SPLITS), tl.arange(0, V_PAD)
+    split, d = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = split < splits
     peak = tl.load(peaks + row * splits + split, real, float("-inf"))
     factor = tl.exp(peak - tl.max(peak, 0))
@@ -133,7 +133,7 @@ def _launch(
     q = q if q.stride(2) == 1 else q.contiguous()
     own_k, own_v = (x if x.stride(2) == 1 else x.contiguous() for x in own)
     k_pad, v_pad = (max(16, triton.next_power_of_2(n)) for n in (size, value_size))
-    block = max(16, min(128, TILE_ELEMENTS // max(k_pad, v_pad)))
+    block = max(16, min(128, TILE_BYTES // (max(k_pad, v_pad) * k.element_size())))
     splits = _splits(rows * groups, q.device, window, block)
     out = torch.empty(rows, num_heads, value_size, dtype=q.dtype, device=q.device)
     shares = torch.empty(rows, num_heads, splits, value_size, dtype=torch.float32, device=q.device)
@@ -149,9 +149,10 @@ def _launch(
         V_PAD=v_pad, BLOCK=block, WINDOW=window > 0, SOFTCAP=softcap > 0,
         EXACT=k.dtype == torch.float32, num_warps=4, num_stages=2,
     )  # fmt: skip
-    _merge_shares[(rows * num_heads,)](
+    part = min(v_pad, 128)
+    _merge_shares[(rows * num_heads, triton.cdiv(value_size, part))](
         shares, peaks, sums, out, splits,
-        V=value_size, V_PAD=v_pad, SPLITS=triton.next_power_of_2(splits),
+        V=value_size, BLOCK=part, SPLITS=triton.next_power_of_2(splits),
     )  # fmt: skip
     return out
 
