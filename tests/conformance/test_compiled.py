@@ -155,6 +155,14 @@ def test_experts_of_fixed_shapes(count: int) -> None:
     assert torch.allclose(experts.at_once(x, chosen, weights), experts(x, chosen, weights))
 
 
+@pytest.mark.parametrize("name", ["window", "gemma4"])
+def test_a_bucket_larger_than_a_step(name: str) -> None:
+    """Three tokens a step go into a bucket of four."""
+    engine = make_engine(name, "float64", compile="replay", budget=3)
+    for output in run(engine, {str(i): (prompt_of(5, i), greedy(5)) for i in range(4)}).values():
+        assert_dense(output, name, "float64")
+
+
 def test_rows_of_every_token() -> None:
     """With fast prefill off, decode steps still go through both halves, and answer the same."""
     name = "gemma4"

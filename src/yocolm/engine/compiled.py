@@ -61,7 +61,8 @@ class Halves:
         device: torch.device | str = "cpu",
     ) -> None:
         self.model, self.state, self.backend = model, state, backend
-        self.max_seqs, self.max_tokens, self.device = max_seqs, max_tokens, torch.device(device)
+        self.max_seqs, self.device = max_seqs, torch.device(device)
+        self.max_tokens = max(max_tokens, max_seqs)  # a bucket may be more than a step may be
         self.sizes = bucket_sizes(max_seqs)
         self.compilations = 0  # units made so far
         self._writing = Buffers.make(max_seqs, max(1, max_pages), device)
