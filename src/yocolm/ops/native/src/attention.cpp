@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t FEW = 32;             // folded rows of a sequence that are bound by memory
 constexpr int64_t FEW_ROWS = 16;        // of them, at once
-constexpr int64_t FEW_BYTES = 262144;   // of keys and values, at once
+constexpr int64_t FEW_BYTES = 524288;   // of keys and values, at once
 constexpr int64_t FEW_KEYS = 1024;      // and no more than so many keys
 constexpr int64_t MANY_KEYS = 4096;     // where there are too few blocks of rows for all threads:
 constexpr int64_t MANY_UNITS = 8;       // fewer than so many of a sequence

@@ -7,13 +7,15 @@ using namespace yo;
 
 namespace {
 
-constexpr int64_t BLOCK_BYTES = 65536;  // of keys, and of values, between two looks at the softmax
+constexpr int64_t BLOCK_BYTES = 131072;  // of keys, and of values, between two looks at the softmax
 constexpr int MOST_KEYS = 256;
-// Keys, and values, are fetched into the second cache so far ahead of their use, each in the order of
-// addresses and a little at a time. Half as far, or twice, was slower.
-constexpr int64_t AHEAD_BYTES = 8192;
-constexpr int64_t BATCH_BYTES = 4096;  // of values, between two looks ahead
-constexpr int MOST_AHEAD = 256;
+// What is read later is fetched into the second cache so far ahead, in the order of addresses and a
+// little at a time: a core's own misses alone keep half as much in flight as memory can give, and the
+// hardware's prefetcher follows such a stream. Rows are walked few at a time for the same reason.
+constexpr int64_t K_AHEAD = 8192, V_AHEAD = 12288;
+constexpr int MOST_AHEAD = 256;  // keys
+constexpr int TOGETHER = 8;      // keys whose values are added side by side
+constexpr int PAD = VL > TOGETHER ? VL : TOGETHER;  // keys behind the last that are read, never seen
 
 // The element type of weights: pairs of bfloat16 where the machine multiplies them.
 template <class T>
@@ -34,111 +36,134 @@ inline void fetch(const char*& ahead, int64_t bytes) {
     ahead += bytes;
 }
 
-// Scores s [M, MOST_KEYS] of M queries q [M, q_row] against VL / M keys at once. Meanwhile as much is
-// fetched from `ahead` on.
+// sums [M, VL] of two keys: products of M queries q [M, q_row] with them, not yet added up over lanes.
 template <class T, int M>
-inline void score(const T* q, int64_t q_row, const char* const* keys, int64_t dim, float* s,
-                  const char* ahead) {
-    constexpr int N = VL / M, E = (int)(sizeof(vf) / sizeof(T));
-    const int64_t whole = dim / E * E;
-    const int rest = (int)((dim - whole) * sizeof(T));
-    vf acc[M * N] = {};
-    for (int64_t d = 0; d < whole; d += E) {
-        fetch(ahead, N * sizeof(vf));
-#pragma GCC unroll 16
-        for (int i = 0; i < N; ++i) {
-            vf key = load_bytes((const T*)keys[i] + d);
-#pragma GCC unroll 4
-            for (int m = 0; m < M; ++m)
-                acc[m * N + i] = multiply(acc[m * N + i], load_bytes(q + m * q_row + d), key, T());
-        }
-    }
-    if (rest) {
-#pragma GCC unroll 16
-        for (int i = 0; i < N; ++i) {
-            vf key = load_bytes((const T*)keys[i] + whole, rest);
-#pragma GCC unroll 4
-            for (int m = 0; m < M; ++m)
-                acc[m * N + i] = multiply(acc[m * N + i], load_bytes(q + m * q_row + whole), key, T());
-        }
-    }
-    float lanes[VL];
-    store(lanes, sums(acc));
-    for (int m = 0; m < M; ++m) std::memcpy(s + m * MOST_KEYS, lanes + m * N, N * sizeof(float));
-}
-
-// values [M, row] += weights p [M, MOST_KEYS] times n values, WIDTH vectors of a row from d on.
-template <class T, int M, int WIDTH>
-void add_strip(const float* p, const char* const* rows, int n, int64_t d, int rest, float* values,
-               int64_t row, const char*& ahead) {
-    vf acc[M][WIDTH];
-    for (int m = 0; m < M; ++m)
-        for (int w = 0; w < WIDTH; ++w) acc[m][w] = load(values + m * row + d + w * VL);
-    for (int j = 0; j < n; ++j) {
-        const T* v = (const T*)rows[j] + d;
-        fetch(ahead, WIDTH * VL * sizeof(T));
-        vf x[WIDTH];
-        for (int w = 0; w < WIDTH; ++w)
-            x[w] = rest ? load_some(v, rest) : load(v + w * VL);
+inline void multiply_keys(const T* q, int64_t q_row, const T* a, const T* b, int64_t dim, vf* sums,
+                          const char*& ahead) {
+    constexpr int E = (int)(sizeof(vf) / sizeof(T));
+    vf x[M] = {}, y[M] = {};
+    int64_t d = 0;
+    for (; d + E <= dim; d += E) {
+        fetch(ahead, 2 * sizeof(vf));
+        vf first = load_bytes(a + d), second = load_bytes(b + d);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
-            vf weight = splat(p[m * MOST_KEYS + j]);
-            for (int w = 0; w < WIDTH; ++w) acc[m][w] += weight * x[w];
+            vf query = load_bytes(q + m * q_row + d);
+            x[m] = multiply(x[m], query, first, T());
+            y[m] = multiply(y[m], query, second, T());
         }
     }
-    for (int m = 0; m < M; ++m)
-        for (int w = 0; w < WIDTH; ++w) store(values + m * row + d + w * VL, acc[m][w]);
+    if (d < dim) {
+        const int rest = (int)((dim - d) * sizeof(T));
+        vf first = load_bytes(a + d, rest), second = load_bytes(b + d, rest);
+        for (int m = 0; m < M; ++m) {
+            vf query = load_bytes(q + m * q_row + d);
+            x[m] = multiply(x[m], query, first, T());
+            y[m] = multiply(y[m], query, second, T());
+        }
+    }
+    for (int m = 0; m < M; ++m) sums[m * VL] = x[m], sums[m * VL + 1] = y[m];
 }
 
-template <class T, int M>
-void add_values(const float* p, const char* const* rows, int n, int64_t dim, float* values,
-                int64_t row, const char* ahead) {
-    constexpr int W = 4;
+// Scores s [count, MOST_KEYS] of the queries against VL keys, by way of `products` [count, VL].
+// Meanwhile as much is fetched from `ahead` on.
+template <class T>
+inline void score(const T* q, int64_t q_row, int count, const char* const* keys, int64_t dim,
+                  float* s, vf* products, const char* ahead) {
+    const char* none = nullptr;
+    for (int i = 0; i < VL; i += 2) {
+        const T *a = (const T*)keys[i], *b = (const T*)keys[i + 1];
+        for (int m = 0; m < count;) {
+            const T* query = q + m * q_row;
+            vf* sums = products + m * VL + i;
+            const char*& next = m ? none : ahead;
+            if (count - m >= 4)
+                multiply_keys<T, 4>(query, q_row, a, b, dim, sums, next), m += 4;
+            else if (count - m >= 2)
+                multiply_keys<T, 2>(query, q_row, a, b, dim, sums, next), m += 2;
+            else
+                multiply_keys<T, 1>(query, q_row, a, b, dim, sums, next), m += 1;
+        }
+    }
+    for (int m = 0; m < count; ++m) store(s + m * MOST_KEYS, sums(products + m * VL));
+}
+
+// values [count, row] += weights p [count, MOST_KEYS] times N rows of values, from element d on, of
+// which `bytes` may be there. Rows are read a vector at a time side by side, sums wait in the first
+// cache: so memory is read nearly in order.
+template <class T, int N, bool TAIL>
+inline void add_column(const float* p, const char* const* rows, int64_t d, int rest, float* values,
+                       int64_t row, int count) {
+    vf x[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+        const T* v = (const T*)rows[i] + d;
+        x[i] = TAIL ? load_some(v, rest) : load(v);
+    }
+    for (int m = 0; m < count; ++m) {
+        float* at = values + m * row + d;
+        const float* w = p + m * MOST_KEYS;
+        vf even = load(at), odd = splat(w[1]) * x[1];
+        even += splat(w[0]) * x[0];
+#pragma GCC unroll 8
+        for (int i = 2; i < N; i += 2) {
+            even += splat(w[i]) * x[i];
+            odd += splat(w[i + 1]) * x[i + 1];
+        }
+        store(at, even + odd);
+    }
+}
+
+template <class T, int N>
+void add_values(const float* p, const char* const* rows, int64_t dim, float* values, int64_t row,
+                int count, const char* ahead) {
     int64_t d = 0;
-    for (; d + W * VL <= dim; d += W * VL) add_strip<T, M, W>(p, rows, n, d, 0, values, row, ahead);
-    for (; d + VL <= dim; d += VL) add_strip<T, M, 1>(p, rows, n, d, 0, values, row, ahead);
-    if (d < dim) add_strip<T, M, 1>(p, rows, n, d, (int)(dim - d), values, row, ahead);
+    for (; d + VL <= dim; d += VL) {
+        fetch(ahead, N * VL * sizeof(T));
+        add_column<T, N, false>(p, rows, d, 0, values, row, count);
+    }
+    if (d < dim) add_column<T, N, true>(p, rows, d, (int)(dim - d), values, row, count);
 }
 
 #if defined(__AVX512BF16__)
-// The same with pairs of keys: their value rows are interleaved, so that values [M, row] lie in the
-// order in which interleaving leaves them; `in_order` undoes it.
-template <class T, int M, int CHUNKS>
-void add_strip(const bf16* p, const char* const* rows, int n, int64_t d, int rest, float* values,
-               int64_t row, const char*& ahead) {
-    __m512 acc[M][2 * CHUNKS];
-    for (int m = 0; m < M; ++m)
-        for (int c = 0; c < 2 * CHUNKS; ++c) acc[m][c] = _mm512_loadu_ps(values + m * row + d + c * VL);
-    for (int j = 0; j < n; j += 2) {
-        const bf16 *a = (const bf16*)rows[j] + d, *b = (const bf16*)rows[j + 1] + d;
-        fetch(ahead, CHUNKS * 128);
-        __m512bh pair[2 * CHUNKS];
-        for (int c = 0; c < CHUNKS; ++c) {
-            __m512i x = (__m512i)(rest ? load_bytes(a + c * 32, rest) : load_bytes(a + c * 32));
-            __m512i y = (__m512i)(rest ? load_bytes(b + c * 32, rest) : load_bytes(b + c * 32));
-            pair[2 * c] = (__m512bh)_mm512_unpacklo_epi16(x, y);
-            pair[2 * c + 1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
-        }
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-            __m512bh weights = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(p + m * MOST_KEYS + j));
-#pragma GCC unroll 4
-            for (int c = 0; c < 2 * CHUNKS; ++c)
-                acc[m][c] = _mm512_dpbf16_ps(acc[m][c], weights, pair[c]);
-        }
+// The same by pairs of keys: their rows are interleaved, so that values [count, row] lie in the order
+// in which interleaving leaves them; `in_order` undoes it.
+template <class T, int N, bool TAIL>
+inline void add_column(const bf16* p, const char* const* rows, int64_t d, int rest, float* values,
+                       int64_t row, int count) {
+    __m512bh low[N / 2], high[N / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i) {
+        const bf16 *a = (const bf16*)rows[2 * i] + d, *b = (const bf16*)rows[2 * i + 1] + d;
+        __m512i x = (__m512i)(TAIL ? load_bytes(a, rest) : load_bytes(a));
+        __m512i y = (__m512i)(TAIL ? load_bytes(b, rest) : load_bytes(b));
+        low[i] = (__m512bh)_mm512_unpacklo_epi16(x, y);
+        high[i] = (__m512bh)_mm512_unpackhi_epi16(x, y);
     }
-    for (int m = 0; m < M; ++m)
-        for (int c = 0; c < 2 * CHUNKS; ++c) _mm512_storeu_ps(values + m * row + d + c * VL, acc[m][c]);
+    for (int m = 0; m < count; ++m) {
+        float* at = values + m * row + d;
+        __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16);
+#pragma GCC unroll 8
+        for (int i = 0; i < N / 2; ++i) {
+            int32_t pair = load_as<int32_t>(p + m * MOST_KEYS + 2 * i);
+            __m512bh weights = (__m512bh)_mm512_set1_epi32(pair);
+            a = _mm512_dpbf16_ps(a, weights, low[i]);
+            b = _mm512_dpbf16_ps(b, weights, high[i]);
+        }
+        _mm512_storeu_ps(at, a);
+        _mm512_storeu_ps(at + 16, b);
+    }
 }
 
-template <class T, int M>
-void add_values(const bf16* p, const char* const* rows, int n, int64_t dim, float* values,
-                int64_t row, const char* ahead) {
+template <class T, int N>
+void add_values(const bf16* p, const char* const* rows, int64_t dim, float* values, int64_t row,
+                int count, const char* ahead) {
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) add_strip<T, M, 2>(p, rows, n, d, 0, values, row, ahead);
-    for (; d + 32 <= dim; d += 32) add_strip<T, M, 1>(p, rows, n, d, 0, values, row, ahead);
-    if (d < dim) add_strip<T, M, 1>(p, rows, n, d, (int)(2 * (dim - d)), values, row,
-                                     ahead);
+    for (; d + 32 <= dim; d += 32) {
+        fetch(ahead, N * 64);
+        add_column<T, N, false>(p, rows, d, 0, values, row, count);
+    }
+    if (d < dim) add_column<T, N, true>(p, rows, d, (int)(2 * (dim - d)), values, row, count);
 }
 
 void in_order(float* values, int64_t dim) {
@@ -161,32 +186,30 @@ inline void order(const bf16*, float* values, int64_t dim) {
 #endif
 }
 
-// M queries at once: 1, 2, or 4, of which the last may be zeros.
-template <class T, int M>
+template <class T>
 void attend(const Work& work) {
     typedef typename Weight<T>::type P;
-    constexpr int N = VL / M;
     const int64_t k_dim = work.k_dim, v_dim = work.v_dim, q_row = padded(k_dim), row = padded(v_dim);
     const int64_t k_bytes = k_dim * sizeof(T), v_bytes = v_dim * sizeof(T);
-    const int count = (int)(work.rows * work.heads), room = (int)round_up(count, M);
-    int most = MOST_KEYS, batch = MOST_KEYS;
+    const int count = (int)(work.rows * work.heads);
+    int most = MOST_KEYS;
     while (most > 32 && most * std::max(k_bytes, v_bytes) > BLOCK_BYTES) most /= 2;
-    while (batch > 4 && batch * v_bytes > BATCH_BYTES) batch /= 2;
-    const int64_t k_ahead = std::min<int64_t>(MOST_AHEAD, (AHEAD_BYTES + k_bytes - 1) / k_bytes);
-    const int64_t v_ahead = std::min<int64_t>(MOST_AHEAD, (AHEAD_BYTES + v_bytes - 1) / v_bytes);
+    const int64_t k_ahead = std::min<int64_t>(MOST_AHEAD, (K_AHEAD + k_bytes - 1) / k_bytes);
+    const int64_t v_ahead = std::min<int64_t>(MOST_AHEAD, (V_AHEAD + v_bytes - 1) / v_bytes);
 
-    char* memory = scratch<0>(room * (q_row * sizeof(T) + MOST_KEYS * (sizeof(float) + sizeof(P)) +
-                                      row * sizeof(float)) +
-                              2 * (MOST_KEYS + MOST_AHEAD + VL) * sizeof(char*) + 1024);
-    T* q = carve<T>(memory, room * q_row);
-    float* scores = carve<float>(memory, room * MOST_KEYS);
-    P* weights = carve<P>(memory, room * MOST_KEYS);
-    float* values = carve<float>(memory, room * row);
-    const char** ks = carve<const char*>(memory, MOST_KEYS + MOST_AHEAD + VL);
-    const char** vs = carve<const char*>(memory, MOST_KEYS + MOST_AHEAD + VL);
-    std::memset(q, 0, room * q_row * sizeof(T));
-    std::memset(values, 0, room * row * sizeof(float));
-    std::memset(weights, 0, room * MOST_KEYS * sizeof(P));
+    char* memory = scratch<0>(count * (q_row * sizeof(T) + MOST_KEYS * (sizeof(float) + sizeof(P)) +
+                                       row * sizeof(float) + VL * sizeof(vf)) +
+                              2 * (MOST_KEYS + MOST_AHEAD + PAD) * sizeof(char*) + 1024);
+    T* q = carve<T>(memory, count * q_row);
+    float* scores = carve<float>(memory, count * MOST_KEYS);
+    P* weights = carve<P>(memory, count * MOST_KEYS);
+    float* values = carve<float>(memory, count * row);
+    vf* products = carve<vf>(memory, count * VL);
+    const char** ks = carve<const char*>(memory, MOST_KEYS + MOST_AHEAD + PAD);
+    const char** vs = carve<const char*>(memory, MOST_KEYS + MOST_AHEAD + PAD);
+    std::memset(q, 0, count * q_row * sizeof(T));
+    std::memset(values, 0, count * row * sizeof(float));
+    std::memset(weights, 0, count * MOST_KEYS * sizeof(P));
     for (int m = 0; m < count; ++m) {
         std::memcpy(q + m * q_row, work.query(m), k_bytes);
         work.peak[m] = LOWEST, work.total[m] = 0.0f;
@@ -195,39 +218,27 @@ void attend(const Work& work) {
         const int n = (int)std::min<int64_t>(most, work.stop - base);
         const int64_t known = std::min<int64_t>(n + MOST_AHEAD, work.stop - base);
         work.keys.find(base, known, ks, vs);
-        for (int64_t i = known; i < known + VL; ++i)
-            ks[i] = ks[known - 1], vs[i] = vs[known - 1];  // read, never seen
-        for (int j = 0; j < n; j += N) {
+        for (int64_t i = known; i < known + PAD; ++i) ks[i] = ks[known - 1], vs[i] = vs[known - 1];
+        for (int j = 0; j < n; j += VL) {
             const char* ahead = j + k_ahead < known ? ks[j + k_ahead] : nullptr;
-            for (int m = 0; m < room; m += M)
-                score<T, M>(q + m * q_row, q_row, ks + j, k_dim, scores + m * MOST_KEYS + j,
-                            m ? nullptr : ahead);
+            score(q, q_row, count, ks + j, k_dim, scores + j, products, ahead);
         }
         for (int m = 0; m < count; ++m) {
             const int64_t r = m / work.heads;
             float factor = weigh(scores + m * MOST_KEYS, work.low(r) - base, work.high(r) - base,
-                                 round_up(n, VL), work.scale, work.softcap, work.peak[m],
+                                 round_up(n, PAD), work.scale, work.softcap, work.peak[m],
                                  work.total[m], weights + m * MOST_KEYS);
             if (factor != 1.0f) rescale(values + m * row, row, factor);
         }
-        for (int j = 0; j < n; j += batch) {
-            const int some = std::min(batch, n - j);
+        for (int j = 0; j < n; j += TOGETHER) {
             const char* ahead = j + v_ahead < known ? vs[j + v_ahead] : nullptr;
-            for (int m = 0; m < room; m += M)
-                add_values<T, M>(weights + m * MOST_KEYS + j, vs + j, some, v_dim, values + m * row,
-                                 row, m ? nullptr : ahead);
+            add_values<T, TOGETHER>(weights + j, vs + j, v_dim, values, row, count, ahead);
         }
     }
     for (int m = 0; m < count; ++m) {
         order((const P*)nullptr, values + m * row, row);
         std::memcpy(work.values + m * row, values + m * row, row * sizeof(float));
     }
-}
-
-template <class T>
-void attend(const Work& work) {
-    const int64_t count = work.rows * work.heads;
-    (count == 1 ? attend<T, 1> : count == 2 ? attend<T, 2> : attend<T, 4>)(work);
 }
 
 }  // namespace
