@@ -251,3 +251,17 @@ def test_commit(window: int, dtype: str) -> None:
         for ring, was, x in zip(held.pool.tensors, before, (case.k, case.v), strict=True):
             was[held.slots[seqs[kept]], :, positions[kept] % window] = x[kept]
             assert torch.equal(ring.nan_to_num(7.0), was.nan_to_num(7.0))
+
+
+@HALVES
+@pytest.mark.parametrize("rows", [[0, 4000], [*range(40), *range(3990, 4040)]], ids=["few", "many"])
+def test_rows_of_a_window_that_lie_far_apart(rows: list[int], dtype: str) -> None:
+    heads, length, window = HEADS[1], 5000, 64
+    case = make_case(heads, [rows], dtype, lengths=[length], window=window)
+    pools = [torch.full((2, x.shape[1], window, x.shape[2]), torch.nan).to(x) for x in case[1:3]]
+    held = native.describe_pool(*pools)
+    own = native.describe_own(case.k, case.v, torch.tensor([0, length]))
+    table, one = torch.empty(1, 0, dtype=torch.int64), torch.tensor([1])
+    batch = (case.cu_rows, case.positions, torch.tensor([length]), table, one)
+    out = native.attend(held, native.describe_sequences(*batch), own, case.q)
+    assert apart(out, case.expected) <= OPS[dtype]

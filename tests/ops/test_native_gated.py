@@ -89,3 +89,13 @@ def test_gradients_pass_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> None
         gelu_glu(x.half())
         with pytest.raises(TypeError, match="NoneType"):
             gelu_glu(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_inputs_whose_rows_do_not_lie_together(dtype: str) -> None:
+    gate_up = randn(600, 50, dtype=DTYPES[dtype]).mT
+    for op in (gelu_glu, silu_glu, SPARSE):
+        assert torch.equal(op(gate_up), op(gate_up.contiguous()))
+    halves = gate_up[:, :300], gate_up[:, 300:]
+    assert torch.equal(gelu_mul(*halves), gelu_mul(*(x.contiguous() for x in halves)))

@@ -18,7 +18,7 @@ def some_row(rng: random.Random, vocab_size: int) -> SamplingRow:
     return SamplingRow(
         temperature=rng.choice([0, 1e-3, 0.3, 1.0, 2.5]),
         top_k=rng.choice([0, 0, 1, 3, 40, vocab_size, vocab_size + 9]),
-        top_p=rng.choice([1.0, 1.0, 0.999, 0.9, 0.3, 1e-6]),
+        top_p=rng.choice([1.0, 1.0, 0.999, 0.9, 0.3, 1e-6, 1e-50]),
         min_p=rng.choice([0.0, 0.0, 1e-3, 0.2, 1.0]),
         seed=rng.getrandbits(64),
         index=rng.randrange(1000),

@@ -83,12 +83,32 @@ def test_turned_off(
     assert not caplog.records and not fresh.exists()
 
 
+@needs_compiler
+@pytest.mark.parametrize("value", ["1", "on", " True", "auto", ""])
+def test_turned_on(
+    fresh: Path, one_small_source: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(library.SWITCH, value)
+    assert library.native().isa == build.supported()[0]
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("YOCOLM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build.Path, "home", no_home)
+    found = library.native()
+    assert found.handle is None and found.reason.endswith("Set YOCOLM_CACHE to a folder")
+
+
 def test_an_instruction_set_that_this_machine_lacks(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "supported", lambda: ["avx2"])
     monkeypatch.setenv(library.SWITCH, "avx512")
-    assert library.native().reason == "YOCOLM_NATIVE=avx512 is not 0 nor one of avx2"
+    assert library.native().reason == "YOCOLM_NATIVE=avx512 is not 0, 1 nor one of avx2"
 
 
 def test_a_processor_without_kernels(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +173,36 @@ def test_the_library_has_no_thread_pool_of_its_own() -> None:
     mapped = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in mapped if "libgomp" in line or "libomp" in line}
     assert len(runtimes) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_damaged_library_is_built_again(
+    fresh: Path, one_small_source: Path, damage: bytes | None
+) -> None:
+    isa = build.supported()[0]
+    path = build.build(isa)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    assert build.build(isa) == path and path.read_bytes()[:4] == whole[:4]
+    assert library.native().handle is not None
+
+
+@needs_compiler
+def test_a_library_serves_without_a_compiler(
+    fresh: Path, one_small_source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = build.build(build.supported()[0])
+    (one_small_source / ".one.cpp.swp").write_bytes(b"\xff\xfe an editor's")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.native().reason == str(made)
+
+
+@needs_compiler
+def test_a_compiler_with_arguments(
+    fresh: Path, one_small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(name for name in build.COMPILERS if build.shutil.which(name))
+    monkeypatch.setenv("CXX", f"{name} -DNOTHING")
+    assert build.find_compiler()[1:] == ["-DNOTHING"]
+    assert library.native().handle is not None

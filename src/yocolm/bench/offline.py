@@ -42,7 +42,7 @@ def measure_offline(
     cannot be loaded or a workload does not fit.
     """
     lengths, sizes = list(prompt_lengths), list(batches)
-    module, config = load_model(model, dtype, "cpu", show_progress=True)
+    module, config = load_model(model, dtype, "cpu", packed=True, show_progress=True)
     limit = config.max_position_embeddings
     if max(lengths) + decode > limit:
         raise ConfigError(

@@ -397,6 +397,7 @@ def compiled_halves(
     if wanted == "inductor" and not on_gpu:
         try:
             find_compiler()
+            cache_folder()
         except BuildError as error:
             raise ConfigError(f"compile='inductor' on a CPU: {error}") from error
     backend: Backend = "graph" if wanted == "auto" else wanted

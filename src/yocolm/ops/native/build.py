@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -91,34 +92,37 @@ def supported(machine: str | None = None, features: frozenset[str] | None = None
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: ``YOCOLM_CACHE``, else the user's cache folder."""
+    """Where compiled things are kept: ``YOCOLM_CACHE``, else the user's cache. BuildError."""
     own = os.environ.get("YOCOLM_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yocolm"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yocolm"
+    except RuntimeError as error:  # a user without a home
+        raise BuildError(f"no cache folder: {error} Set YOCOLM_CACHE to a folder") from error
 
 
-def find_compiler() -> str:
-    """Path of a C++ compiler: ``CXX``, else the first of the usual names."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else COMPILERS:
-        path = shutil.which(name)
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: ``CXX``, else the first of the usual names. BuildError."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for program, *arguments in [wanted] if wanted else [[name] for name in COMPILERS]:
+        path = shutil.which(program)
         if path is not None:
-            return path
+            return [path, *arguments]
     if wanted:
-        raise BuildError(f"CXX={wanted!r} is no program; set it to a C++ compiler")
+        raise BuildError(f"CXX={' '.join(wanted)!r} is no program; set it to a C++ compiler")
     raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}); install one, or set CXX")
 
 
 def build(isa_name: str) -> Path:
     """The library for an instruction set, compiled unless the cache has it. Raises BuildError."""
     isa = next(isa for isa in INSTRUCTION_SETS if isa.name == isa_name)
-    compiler = find_compiler()
-    target = cache_folder() / f"native-{isa.name}-{_digest(compiler, isa)}.so"
-    if target.exists():
-        return target
-    log.warning("compiling native kernels for %s, once for this machine", isa.name)
+    target = cache_folder() / f"native-{isa.name}-{_digest(isa)}.so"
     try:
+        if _is_whole(target):
+            return target
+        compiler = find_compiler()
+        log.warning("compiling native kernels for %s, once for this machine", isa.name)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
             _compile(compiler, isa, Path(folder), target)
@@ -127,31 +131,43 @@ def build(isa_name: str) -> Path:
     return target
 
 
-def _digest(compiler: str, isa: InstructionSet) -> str:
-    """Changes with the sources, the flags and the compiler."""
-    version = _run([compiler, "--version"])
-    parts = [version, platform.machine(), *FLAGS, *isa.flags]
-    parts += [path.name + "\n" + path.read_text() for path in sorted(SOURCES.iterdir())]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _digest(isa: InstructionSet) -> str:
+    """Changes with the sources and the flags."""
+    digest = hashlib.sha256(" ".join((platform.machine(), *FLAGS, *isa.flags)).encode())
+    for path in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, isa: InstructionSet, folder: Path, target: Path) -> None:
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there, and as it was made: its last bytes are a digest of the others."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
+
+
+def _compile(compiler: list[str], isa: InstructionSet, folder: Path, target: Path) -> None:
     """Compile every source at once, link without an OpenMP of our own, and move into place."""
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [folder / f"{path.stem}.o" for path in sources]
 
     def one(source: Path, made: Path) -> None:
-        _run([compiler, *FLAGS, *isa.flags, "-c", str(source), "-o", str(made)])
+        _run([*compiler, *FLAGS, *isa.flags, "-c", str(source), "-o", str(made)])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(one, sources, objects))
     finished = folder / "library.so"
     undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
-    _run([compiler, "-shared", *undefined, *map(str, objects), "-o", str(finished)])
+    _run([*compiler, "-shared", *undefined, *map(str, objects), "-o", str(finished)])
+    content = finished.read_bytes()
+    finished.write_bytes(content + hashlib.sha256(content).digest())
     os.replace(finished, target)  # two processes may build at once: the same file twice
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -159,4 +175,3 @@ def _run(command: Sequence[str]) -> str:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
         raise BuildError(f"{command[0]} failed: {lines[0]}")
-    return done.stdout

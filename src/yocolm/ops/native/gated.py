@@ -23,6 +23,7 @@ def _sparse_gelu() -> Callable[..., None]:
 
 def glu(gate_up: Tensor, silu: bool) -> Tensor:
     """GELU, or SiLU, of the first half of each row of [T, 2I] times the other."""
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     gate, up, row, out, is_bf16 = _halves(gate_up)
     rows, size = out.shape
     threads = torch.get_num_threads()
@@ -31,6 +32,7 @@ def glu(gate_up: Tensor, silu: bool) -> Tensor:
 
 
 def sparse_gelu_glu(gate_up: Tensor, quantile: float) -> Tensor:
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     gate, up, row, out, is_bf16 = _halves(gate_up)
     rows, size = out.shape
     threads = torch.get_num_threads()
@@ -67,9 +69,7 @@ def gelu_mul(x: Tensor, other: Tensor) -> Tensor:
 def _halves(gate_up: Tensor) -> tuple[int, int, int, Tensor, bool]:
     """Addresses of both halves, how far rows lie apart, the output, and whether it is bfloat16."""
     row, last = gate_up.stride()
-    if last != 1:
-        gate_up = gate_up.contiguous()
-        row, _ = gate_up.stride()
+    assert last == 1, "the caller keeps a contiguous copy alive"
     rows, width = gate_up.shape
     size = width // 2
     is_bf16 = gate_up.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from yocolm.ops.native.build import BuildError, build, supported
 
 log = logging.getLogger("yocolm.native")
 SWITCH = "YOCOLM_NATIVE"
-OFF = ("0", "off", "no", "false")
+OFF, ON = ("0", "off", "no", "false"), ("", "1", "on", "yes", "true", "auto")
 
 
 class Native(NamedTuple):
@@ -50,9 +50,11 @@ def _choose(wanted: str) -> str:
     found = supported()
     if not found:
         raise BuildError("none are written for this processor")
-    if wanted and wanted not in found:
-        raise BuildError(f"{SWITCH}={wanted} is not 0 nor one of {', '.join(found)}")
-    return wanted or found[0]
+    if wanted in ON:
+        return found[0]
+    if wanted not in found:
+        raise BuildError(f"{SWITCH}={wanted} is not 0, 1 nor one of {', '.join(found)}")
+    return wanted
 
 
 def _load(path: Path) -> ctypes.CDLL:

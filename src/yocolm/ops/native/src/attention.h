@@ -200,7 +200,7 @@ template <class P>
 inline float weigh(float* s, int64_t low, int64_t high, int64_t n, float scale, float softcap,
                    float& peak, float& total, P* p, int64_t line_step = LINE<P>) {
     constexpr int DEGREE = sizeof(P) == 2 ? 4 : 6;
-    if (low < 0) low = 0;
+    low = low < 0 ? 0 : low > n ? n : low;
     if (high > n) high = n;
     const vf zero = vf{};
     auto place = [=](int64_t i) { return p + i / LINE<P> * line_step + i % LINE<P>; };

@@ -145,7 +145,7 @@ float nucleus(std::vector<Chance>& c, double target) {
         auto rest = std::partition(more, stop, [&](Chance t) { return t.x == pivot; });
         for (auto i = first; i != more; ++i) greater += i->weight;
         for (auto i = more; i != rest; ++i) equal += i->weight;
-        if (before + greater >= target) {
+        if (more != first && before + greater >= target) {  // a target of 0 keeps the greatest
             stop = more;
         } else if (before + greater + equal >= target) {
             return pivot;
