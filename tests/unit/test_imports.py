@@ -111,6 +111,8 @@ def test_the_engine_names_no_family(module: str) -> None:
 
 
 def test_files_are_short() -> None:
-    paths = [p for part in ("src", "tests", "docs", "recipes") for p in (ROOT / part).rglob("*.py")]
+    folders = [ROOT / part for part in ("src", "tests", "docs", "recipes", "bench")]
+    kinds = ("*.py", "*.cpp", "*.h", "*.sh")
+    paths = [path for folder in folders for kind in kinds for path in folder.rglob(kind)]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert {name: n for name, n in lengths.items() if n > 450} == {}
