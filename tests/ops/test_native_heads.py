@@ -118,19 +118,6 @@ def test_pages_are_cleared_and_written(count: int, dtype: str) -> None:
             assert apart(got.nan_to_num(), exact.nan_to_num()) <= OPS[dtype]
 
 
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-def test_chosen_rows_go_to_rings_as_they_are(dtype: str) -> None:
-    k, v = (surrounded(6, 2, 10, dtype=dtype, seed=seed) for seed in (1, 2))
-    rings = [torch.full((4, 2, 5, 10), float("nan"), dtype=DTYPES[dtype]) for _ in range(2)]
-    expected = [ring.clone() for ring in rings]
-    rows, slot, place = (torch.tensor(x) for x in ([1, 2, 5], [3, 3, 1], [0, 4, 2]))
-    with torch.no_grad():
-        write_heads(k, v, KeyForm(), rings[0], rings[1], slot, place, rows=rows, clear=False)
-    for ring, exact, x in zip(rings, expected, (k, v), strict=True):
-        exact[slot, :, place] = x[rows]
-        assert torch.equal(ring.nan_to_num(99.0), exact.nan_to_num(99.0))
-
-
 def test_pads_and_nothing_at_all_go_to_scratch() -> None:
     k = randn(4, 2, 8, dtype=torch.bfloat16)
     pools = [torch.full((3, 2, 4, 8), 5.0, dtype=torch.bfloat16) for _ in range(2)]

@@ -107,4 +107,12 @@ def test_gradients_and_other_dtypes_pass_through_pytorch(monkeypatch: pytest.Mon
         norm.rms_norm(x, weight.double(), EPS)
         norm.add_norm_norm(x, x.double(), weight, EPS, weight, EPS)
         with pytest.raises(TypeError, match="NoneType"):
-            norm.rms_norm(x, weight, EPS)
+            norm.norm.rms_norm(x, weight, EPS)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_a_view() -> None:
+    x, weight = randn(3, 40, dtype=torch.float32), randn(80, dtype=torch.float32, seed=1)[::2]
+    assert torch.equal(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_form(x, weight, 1e-6))
+    total, normed = norm.add_rms_norm(x, x, weight, 1e-6)
+    torch.testing.assert_close(normed, norm.rms_norm_form(total, weight, 1e-6))

@@ -283,3 +283,15 @@ def test_a_given_scale_and_output() -> None:
     assert out.data_ptr() == buffer[1:].data_ptr()
     assert apart(buffer[1:52], expected * factor) <= OPS["float32"]
     assert buffer[[0, 52]].isnan().all()
+
+
+@torch.no_grad()
+def test_inputs_and_slots_that_are_views() -> None:
+    q, k, v = (randn(2, 3, 16, dtype=torch.float32, seed=seed)[..., ::2] for seed in range(3))
+    decay, slots = -randn(2, 3, dtype=torch.float32).abs(), torch.tensor([4, 9, 1, 9])[::2]
+    pools = [randn(6, 3, 8, 8, dtype=torch.float32, seed=5) for _ in range(2)]
+    found = step_slots(q, k, v, decay, pools[0], slots)
+    plain = [x.contiguous() for x in (q, k, v, decay)]
+    exact = step_slots(*plain, pools[1], slots.contiguous())
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(pools[0], pools[1])

@@ -192,6 +192,6 @@ def _fit(x: Tensor, *others: Tensor | None) -> bool:
     if not fits(x) or (x.dim() == 3 and x.shape[2] > native.MAX_STREAMS):
         return False
     for other in others:
-        if other is not None and other.dtype != x.dtype:
+        if other is not None and (other.dtype != x.dtype or not other.is_contiguous()):
             return False
     return True

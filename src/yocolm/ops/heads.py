@@ -67,33 +67,21 @@ def write_heads(
     v_pool: Tensor,
     page: Tensor,
     offset: Tensor,
-    *,
-    rows: Tensor | None = None,
-    clear: bool = True,
-    fresh: Tensor | None = None,
 ) -> None:
     """Do ``form`` to keys and values [T, G, D], and write them to pools [pages, G, size, D].
 
-    Token i, which is row i of ``k`` and ``v``, or row ``rows[i]``, goes to
-    ``pool[page[i], :, offset[i]]``; a sequence's tokens are in order. Indices are int64.
-
-    Args:
-        clear: clear pages whose first token is written: a page's last owner may have left
-            infinities, which no mask can hide.
-        fresh: these pages, if they are known; the native form needs no such list.
+    Token i goes to ``pool[page[i], :, offset[i]]``, int64; a sequence's tokens are in order.
+    A page whose first token is written is cleared first: its last owner may have left infinities,
+    which no mask can hide.
     """
-    indices = (page, offset) if rows is None else (page, offset, rows)
     pools_fit = k_pool.dtype == v_pool.dtype == k.dtype
     if pools_fit and _fit(k, v, form) and k_pool.is_contiguous() and v_pool.is_contiguous():
-        if native.indices_fit(*indices):
-            return native_write.write_heads(k, v, form, k_pool, v_pool, page, offset, rows, clear)
-    finished = finish_kv(k, v, form)
-    if clear and fresh is None:
-        fresh = page[offset == 0]
-    for pool, x in zip((k_pool, v_pool), finished, strict=True):
-        if clear:
-            pool[fresh] = 0
-        pool[page, :, offset] = (x if rows is None else x[rows]).to(pool.dtype)
+        if native.indices_fit(page, offset):
+            return native_write.write_heads(k, v, form, k_pool, v_pool, page, offset)
+    fresh = page[offset == 0]
+    for pool, x in zip((k_pool, v_pool), finish_kv(k, v, form), strict=True):
+        pool[fresh] = 0
+        pool[page, :, offset] = x.to(pool.dtype)
 
 
 def _fit(k: Tensor, v: Tensor, form: KeyForm) -> bool:
@@ -101,4 +89,4 @@ def _fit(k: Tensor, v: Tensor, form: KeyForm) -> bool:
 
 
 def _same(weight: Tensor | None, x: Tensor) -> bool:
-    return weight is None or weight.dtype == x.dtype
+    return weight is None or (weight.dtype == x.dtype and weight.is_contiguous())

@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
     ``weight`` is [D] or None. Returns a tensor of the shape and dtype of ``x``.
     """
-    if fits(x) and (weight is None or weight.dtype == x.dtype):
+    if _fit(x, weight):
         return native.rms_norm(x, weight, eps)
     return rms_norm_form(x, weight, eps)
 
@@ -108,6 +108,6 @@ def _fit(x: Tensor, *others: Tensor | None) -> bool:
     if not fits(x):
         return False
     for other in others:
-        if other is not None and other.dtype != x.dtype:
+        if other is not None and (other.dtype != x.dtype or other.stride(-1) != 1):
             return False
     return True

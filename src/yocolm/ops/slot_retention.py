@@ -32,7 +32,7 @@ def step_slots(
     q, k are [S, H, K], v is [S, H, V], log_decay [S, H]. Returns [S, H, V] in the dtype of ``v``,
     in ``out`` if that is given, which is contiguous.
     """
-    if _native(q, k, v, log_decay, pool):
+    if _native(q, k, v, log_decay, pool, slots):
         return native.retention_step(q, k, v, log_decay, pool, slots, scale, out)
     where = _side_by_side(slots)
     state = pool[where]
@@ -60,7 +60,7 @@ def prefill_slots(
     the form that needs it. Returns output [T, H, V], in ``out`` if that is given, which is
     contiguous, and final states [S, H, K, V].
     """
-    if _native(q, k, v, log_decay, pool):
+    if _native(q, k, v, log_decay, pool, slots, cu_seqlens):
         return native.retention_prefill(q, k, v, log_decay, pool, slots, cu_seqlens, scale, out)
     state = pool.index_select(0, slots)
     result, final = retention_chunkwise(q, k, v, log_decay, blocks(), state, scale)
@@ -80,7 +80,7 @@ def advance_slots(
 
     Other tokens may lie between the sequences.
     """
-    if _native(k, k, v, log_decay, pool):
+    if _native(k, k, v, log_decay, pool, slots, starts, counts):
         native.retention_advance(k, v, log_decay, pool, slots, starts, counts)
         return
     within = torch.arange(int(counts.sum()), device=k.device)
@@ -102,10 +102,14 @@ def _side_by_side(slots: Tensor) -> slice | Tensor:
     return slice(first, first + len(slots)) if torch.equal(slots, run) else slots
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor) -> bool:
+def _native(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor, *indices: Tensor
+) -> bool:
     return (
         fits(q)
         and q.dtype == k.dtype == v.dtype
         and log_decay.dtype == pool.dtype == torch.float32
         and pool.is_contiguous()
+        and q.stride(2) == k.stride(2) == v.stride(2) == 1
+        and all(index.dtype == torch.int64 and index.is_contiguous() for index in indices)
     )

@@ -19,6 +19,7 @@ class Operation(NamedTuple):
     functions: tuple[str, ...]
 
 
+ALTUP = ("predict", "join", "correction", "correct", "spread", "merge")
 OPERATIONS = (
     Operation("linear, packed weights, any rows", ("yo_pack", "yo_packed_linear")),
     Operation("linear, plain weights, 1-16 rows", ("yo_linear_rows",)),
@@ -29,7 +30,8 @@ OPERATIONS = (
     Operation("retention, one token", ("yo_retention_step",)),
     Operation("retention, chunkwise", ("yo_retention_chunks",)),
     Operation("RMS norm, sums, gated norm", ("yo_rms_norm", "yo_add_norm", "yo_gated_norm")),
-    Operation("AltUp", ("yo_altup_predict", "yo_altup_correct")),
+    Operation("inputs of each layer", ("yo_mix_inputs",)),
+    Operation("AltUp, LAuReL", tuple(f"yo_altup_{part}" for part in ALTUP)),
     Operation("soft cap, greatest logit, draws", ("yo_soft_cap", "yo_finite_argmax", "yo_sample")),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def _write_heads() -> Callable[..., None]:
-    return packed("yo_write_heads", "PqqqPqqqPqdPPqqPPPPPqqqqqq")
+    return packed("yo_write_heads", "PqqqPqqqPqdPPqqPPPPqqqqq")
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +29,7 @@ def _page_places() -> Callable[..., None]:
 def finish_kv(k: Tensor, v: Tensor, form: KeyForm) -> tuple[Tensor, Tensor]:
     """As ``ops.heads.finish_kv``."""
     k_out, v_out = k.new_empty(*k.shape), v.new_empty(*v.shape)
-    _write(k, v, form, k_out, v_out, (0, 0, 0, k.shape[0], 0, False))
+    _write(k, v, form, k_out, v_out, (0, 0, k.shape[0], 0))
     return k_out, v_out
 
 
@@ -41,17 +41,20 @@ def write_heads(
     v_pool: Tensor,
     page: Tensor,
     offset: Tensor,
-    rows: Tensor | None,
-    clear: bool,
 ) -> None:
     """As ``ops.heads.write_heads``; pools are contiguous, indices int64."""
     page, offset = page.contiguous(), offset.contiguous()
-    indices = page.data_ptr(), offset.data_ptr(), 0 if rows is None else rows.data_ptr()
-    _write(k, v, form, k_pool, v_pool, (*indices, page.shape[0], k_pool.shape[2], clear))
+    places = page.data_ptr(), offset.data_ptr(), page.shape[0], k_pool.shape[2]
+    _write(k, v, form, k_pool, v_pool, places)
 
 
 def _write(
-    k: Tensor, v: Tensor, form: KeyForm, k_out: Tensor, v_out: Tensor, places: tuple[Any, ...]
+    k: Tensor,
+    v: Tensor,
+    form: KeyForm,
+    k_out: Tensor,
+    v_out: Tensor,
+    places: tuple[int, int, int, int],
 ) -> None:
     k_row, k_head, last = k.stride()
     if last != 1:
@@ -63,7 +66,7 @@ def _write(
         v_row, v_head, _ = v.stride()
     _, heads, k_size = k.shape
     k_norm, v_norm, eps, rope = form
-    page, offset, rows, count, page_size, clear = places
+    page, offset, count, page_size = places
     _write_heads()(
         k.data_ptr(),
         k_row,
@@ -81,11 +84,9 @@ def _write(
         v_out.data_ptr(),
         page,
         offset,
-        rows,
         count,
         heads,
         page_size,
-        clear,
         k.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )

@@ -1,4 +1,4 @@
-// Keys and values finished and written where they are kept: tokens in order, pages, or rings.
+// Keys and values finished and written where they are kept: tokens in order, or pages.
 #include "heads.h"
 #include "packed.h"
 
@@ -10,10 +10,8 @@ namespace {
 struct Places {
     const int64_t* page;
     const int64_t* offset;
-    const int64_t* rows;  // which row of the input each token is; null: the token's own number
     int64_t count, heads, page_size;
 
-    int64_t row(int64_t token) const { return rows ? rows[token] : token; }
     // The place of a token's head in units of the head's size.
     int64_t at(int64_t token, int64_t head) const {
         if (!page) return token * heads + head;
@@ -41,17 +39,16 @@ void clear_pages(const Source& s, const Places& places, int64_t token) {
 
 template <class T>
 void write_token(const Source& s, const Finish& finish, const Places& places, int64_t token) {
-    int64_t row = places.row(token);
     for (int64_t h = 0; h < places.heads; ++h)
-        finish.head((const T*)s.data + row * s.row + h * s.head, (const T*)s.weight, row,
+        finish.head((const T*)s.data + token * s.row + h * s.head, (const T*)s.weight, token,
                     (T*)s.out + places.at(token, h) * s.size, s.size);
 }
 
 template <class T>
 void write_heads(const Source& k, const Finish& k_finish, const Source& v, const Finish& v_finish,
-                 const Places& places, bool clear, int threads) {
+                 const Places& places, int threads) {
     threads = threads_for(places.count * places.heads * (k.size + v.size), threads);
-    if (clear)  // all of it before anything is written: tokens of one page may be another thread's
+    if (places.page)  // all of it before anything is written: tokens of one page may be another thread's
         parallel_ranges(threads, places.count, [&](int64_t first, int64_t stop) {
             for (int64_t t = first; t < stop; ++t)
                 if (places.offset[t] == 0 && !places.filled(t)) {
@@ -73,23 +70,22 @@ extern "C" {
 
 // Writes keys, normed (if norm_k, or k_weight) and turned, and values, normed if norm_v. Without
 // page and offset, to k_out and v_out [count, heads, size]; else to pools [pages, heads, page_size,
-// size], where pages that a token begins are cleared first if so asked.
+// size], where pages that a token begins are cleared first.
 void yo_write_heads(const void* k, int64_t k_row, int64_t k_head, int64_t k_size, const void* v,
                     int64_t v_row, int64_t v_head, int64_t v_size, const void* k_weight, int norm_v,
                     float eps, const void* cos, const void* sin, int64_t pairs, int interleaved,
                     void* k_out, void* v_out, const int64_t* page, const int64_t* offset,
-                    const int64_t* rows, int64_t count, int64_t heads, int64_t page_size, int clear,
-                    int is_bf16, int threads) {
+                    int64_t count, int64_t heads, int64_t page_size, int is_bf16, int threads) {
     Finish k_finish{k_weight != nullptr, eps, (const float*)cos, (const float*)sin, pairs,
                     interleaved != 0};
     Finish v_finish{norm_v != 0, eps, nullptr, nullptr, 0, false};
     Source keys{k, k_row, k_head, k_size, k_weight, k_out};
     Source values{v, v_row, v_head, v_size, nullptr, v_out};
-    Places places{page, offset, rows, count, heads, page_size};
+    Places places{page, offset, count, heads, page_size};
     if (is_bf16)
-        write_heads<bf16>(keys, k_finish, values, v_finish, places, clear != 0, threads);
+        write_heads<bf16>(keys, k_finish, values, v_finish, places, threads);
     else
-        write_heads<float>(keys, k_finish, values, v_finish, places, clear != 0, threads);
+        write_heads<float>(keys, k_finish, values, v_finish, places, threads);
 }
 
 // Page and offset of every token, from block_table [sequences, width] with rows `stride` apart.
