@@ -89,7 +89,7 @@ def _peers(arguments: argparse.Namespace) -> int:
     _finish(result, peers_table(result), arguments.json)
     if arguments.plot is not None:
         plot_peers(result, arguments.plot)
-    return 0
+    return 0 if any("error" not in about for about in result["peers"].values()) else 1
 
 
 def _specs(arguments: argparse.Namespace) -> list[PeerSpec]:

@@ -162,3 +162,14 @@ def test_threads_share_heads() -> None:
     check_threads(
         lambda: rotation(torch.arange(3000), 128, 1e4, interleaved=True, inclusive=True)[:2]
     )
+
+
+@torch.no_grad()
+def test_keys_and_values_with_strides_of_their_own() -> None:
+    k = randn(5, 6, 8, dtype=torch.float32, seed=1)[:, 1:4:2]
+    v = randn(2, 9, 5, 12, dtype=torch.float32, seed=2).transpose(0, 2)[:, 3, :, :]
+    pools = [torch.zeros(3, 2, 4, size) for size in (8, 12)]
+    page, offset = torch.tensor([1, 1, 1, 1, 2]), torch.tensor([0, 1, 2, 3, 0])
+    write_heads(k, v, KeyForm(), pools[0], pools[1], page, offset)
+    for pool, x in zip(pools, (k, v), strict=True):
+        assert torch.equal(pool[page, :, offset], x)

@@ -295,3 +295,19 @@ def test_inputs_and_slots_that_are_views() -> None:
     exact = step_slots(*plain, pools[1], slots.contiguous())
     torch.testing.assert_close(found, exact)
     torch.testing.assert_close(pools[0], pools[1])
+
+
+@torch.no_grad()
+def test_one_state_shared_out_by_columns() -> None:
+    q, k = (randn(1, 1, 16, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    v, decay = randn(1, 1, 512, dtype=torch.float32, seed=3), torch.tensor([[-0.3]])
+    slots, threads, results = torch.tensor([1]), torch.get_num_threads(), []
+    try:
+        for count in (1, 4, 8, 16):
+            torch.set_num_threads(count)
+            pool = randn(2, 1, 16, 512, dtype=torch.float32, seed=4)
+            results.append((step_slots(q, k, v, decay, pool, slots), pool))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

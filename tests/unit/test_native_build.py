@@ -206,3 +206,13 @@ def test_a_compiler_with_arguments(
     monkeypatch.setenv("CXX", f"{name} -DNOTHING")
     assert build.find_compiler()[1:] == ["-DNOTHING"]
     assert library.native().handle is not None
+
+
+@needs_compiler
+def test_what_killed_builds_left_is_removed(fresh: Path, one_small_source: Path) -> None:
+    old, new = fresh / "build-old", fresh / "build-new"
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    build.build(build.supported()[0])
+    assert new.exists() and not old.exists()

@@ -15,7 +15,14 @@ from yocolm.models.base import Batch, Half, State
 from yocolm.ops.dtypes import rounded
 from yocolm.ops.gated import gelu_glu, gelu_mul, silu_glu
 from yocolm.ops.heads import KeyForm, finish_heads
-from yocolm.ops.linear import PackedWeight, linear, pack, packed_linear
+from yocolm.ops.linear import (
+    PackedWeight,
+    linear,
+    pack,
+    packed_linear,
+    unpack,
+    unpack_bias,
+)
 from yocolm.ops.native.library import fits
 from yocolm.ops.norm import rms_norm
 from yocolm.ops.rope import Rotation, rotation
@@ -31,6 +38,15 @@ class Decoder(nn.Module):
     def look_up(self, batch: Batch, half: Half) -> Tensor | None:
         """Nothing; see ``CausalLM.look_up``."""
         return None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """What moves or casts a module: a model that is packed for serving is not so any more."""
+        for module in self.modules():
+            for name in (*module._parameters, *module._modules):
+                module.__dict__.pop(name, None)
+            if isinstance(module, Linear):
+                module.unpack()
+        return super()._apply(fn, recurse)
 
     def _run(self, part: Callable[..., Any], *args: object) -> Any:
         """Call a layer or half of one, without keeping its activations if so set."""
@@ -62,11 +78,27 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Keep the weights in the form of the native kernels, and in no other.
 
-        They can be neither trained nor saved nor moved from then on.
+        They cannot be trained until ``unpack``; saving a state unpacks what it saves.
         """
         bias = None if self.bias is None else self.bias.detach()
         self.packed = pack(self.weight, bias, self.activation is not None)
         del self.weight, self.bias
+
+    def unpack(self) -> None:
+        """Undo ``pack``."""
+        if self.packed is not None:
+            bias = unpack_bias(self.packed)
+            self.weight = nn.Parameter(unpack(self.packed))
+            self.bias = None if bias is None else nn.Parameter(bias)
+            self.packed = None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.packed is not None:
+            destination[f"{prefix}weight"] = unpack(self.packed)
+            bias = unpack_bias(self.packed)
+            if bias is not None:
+                destination[f"{prefix}bias"] = bias
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in_features] to [T, out_features], plus ``residual``; to half of that if gated."""

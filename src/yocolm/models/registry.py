@@ -154,7 +154,7 @@ def load_model(
             dtype, and reads from there what is looked up (they cannot be trained then);
             "resident" loads them like all other weights.
         packed: for serving only: matrices are kept in the form of the native kernels, where there
-            are any, and in no other; they can be neither trained nor saved.
+            are any, and in no other; they cannot be trained.
         show_progress: on stderr, if that is a terminal.
     """
     if per_layer_tables not in PER_LAYER_TABLES:

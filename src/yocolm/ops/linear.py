@@ -109,6 +109,13 @@ def unpack(packed: PackedWeight) -> Tensor:
     return _from_columns(columns, packed.glu, packed.n).contiguous()
 
 
+def unpack_bias(packed: PackedWeight) -> Tensor | None:
+    """The bias [N] as it was, or None."""
+    if packed.bias is None:
+        return None
+    return _from_columns(packed.bias, packed.glu, packed.n).to(packed.dtype)
+
+
 def packed_linear(
     x: Tensor,
     packed: PackedWeight,

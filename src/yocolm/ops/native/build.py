@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,8 @@ COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 FLAGS += ("-fno-trapping-math", "-fvisibility=default", "-Wno-psabi")
 TIME_LIMIT = 300  # seconds for one source file
+BUILDING = "build-"  # how folders of builds begin
+STALE = 3600  # seconds after which nobody builds there any more
 
 
 class BuildError(Exception):
@@ -124,11 +127,19 @@ def build(isa_name: str) -> Path:
         compiler = find_compiler()
         log.warning("compiling native kernels for %s, once for this machine", isa.name)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        _forget_broken_builds(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=BUILDING) as folder:
             _compile(compiler, isa, Path(folder), target)
     except OSError as error:
         raise BuildError(f"cannot write to {target.parent}: {error}; set YOCOLM_CACHE") from error
     return target
+
+
+def _forget_broken_builds(cache: Path) -> None:
+    """Remove what builds that were killed have left."""
+    for folder in cache.glob(f"{BUILDING}*"):
+        if time.time() - folder.stat().st_mtime > STALE:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest(isa: InstructionSet) -> str:
