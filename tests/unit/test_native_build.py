@@ -20,6 +20,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and a library that is not loaded yet; afterwards the usual one again."""
     monkeypatch.setenv("YOCOLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(library, "native", library.native.__wrapped__)
     return tmp_path / "cache"
 
