@@ -107,7 +107,7 @@ def test_gradients_and_other_dtypes_pass_through_pytorch(monkeypatch: pytest.Mon
         norm.rms_norm(x, weight.double(), EPS)
         norm.add_norm_norm(x, x.double(), weight, EPS, weight, EPS)
         with pytest.raises(TypeError, match="NoneType"):
-            norm.norm.rms_norm(x, weight, EPS)
+            norm.rms_norm(x, weight, EPS)
 
 
 @torch.no_grad()

@@ -291,8 +291,8 @@ def test_inputs_and_slots_that_are_views() -> None:
     decay, slots = -randn(2, 3, dtype=torch.float32).abs(), torch.tensor([4, 9, 1, 9])[::2]
     pools = [randn(6, 3, 8, 8, dtype=torch.float32, seed=5) for _ in range(2)]
     found = step_slots(q, k, v, decay, pools[0], slots)
-    plain = [x.contiguous() for x in (q, k, v, decay)]
-    exact = step_slots(*plain, pools[1], slots.contiguous())
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    exact = step_slots(q, k, v, decay, pools[1], slots.contiguous())
     torch.testing.assert_close(found, exact)
     torch.testing.assert_close(pools[0], pools[1])
 
