@@ -13,7 +13,7 @@ constexpr int MOST_KEYS = 256;
 // little at a time: a core's own misses alone keep half as much in flight as memory can give, and the
 // hardware's prefetcher follows such a stream. Rows are walked few at a time for the same reason.
 constexpr int64_t K_AHEAD = 8192, V_AHEAD = 12288;
-constexpr int MOST_AHEAD = 256;  // keys, beyond those of a block
+constexpr int MOST_AHEAD = 256;  // keys
 constexpr int TOGETHER = 8;      // keys whose values are added side by side
 constexpr int PAD = VL > TOGETHER ? VL : TOGETHER;  // keys behind the last that are read, never seen
 
@@ -197,8 +197,6 @@ void attend(const Work& work) {
     const int64_t k_ahead = std::min<int64_t>(MOST_AHEAD, (K_AHEAD + k_bytes - 1) / k_bytes);
     const int64_t v_ahead = std::min<int64_t>(MOST_AHEAD, (V_AHEAD + v_bytes - 1) / v_bytes);
 
-    const int64_t further = std::max(k_ahead, v_ahead) + 1;  // keys whose places are needed early
-
     char* memory = scratch<0>(count * (q_row * sizeof(T) + MOST_KEYS * (sizeof(float) + sizeof(P)) +
                                        row * sizeof(float) + VL * sizeof(vf)) +
                               2 * (MOST_KEYS + MOST_AHEAD + PAD) * sizeof(char*) + 1024);
@@ -218,7 +216,7 @@ void attend(const Work& work) {
     }
     for (int64_t base = work.first; base < work.stop; base += most) {
         const int n = (int)std::min<int64_t>(most, work.stop - base);
-        const int64_t known = std::min<int64_t>(n + further, work.stop - base);
+        const int64_t known = std::min<int64_t>(n + MOST_AHEAD, work.stop - base);
         work.keys.find(base, known, ks, vs);
         for (int64_t i = known; i < known + PAD; ++i) ks[i] = ks[known - 1], vs[i] = vs[known - 1];
         for (int j = 0; j < n; j += VL) {
