@@ -85,7 +85,7 @@ class Mixer:
         if self.kind == "recurrent":
             return (stop - start) * self.flops(stop, chunk)
         per_key = self.num_heads * 2 * (self.k_dim + self.v_dim)
-        return per_key * (_visible(stop, self.window) - _visible(start, self.window))
+        return per_key * (visible_tokens(stop, self.window) - visible_tokens(start, self.window))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class ModelSpec:
     `write_params` and `read_params` count everything in a half (projections, norms, biases);
     `embed_params` the token embeddings; `table_params` a further table of inputs that is only
     looked up, a row for each token; `head_params` what `logits` reads, which for `tied` models are
-    the embeddings themselves and count once in `num_params`.
+    the embeddings themselves and count once in `num_params`. Layer i of the first half owns the
+    i-th store.
     """
 
     stores: tuple[Store, ...]
@@ -110,6 +111,7 @@ class ModelSpec:
     read_flops_per_row: int
     logits_flops_per_row: int
     table_params: int = 0
+    vocab_size: int = 0
 
     @property
     def global_stores(self) -> tuple[Store, ...]:
@@ -161,6 +163,26 @@ class ModelSpec:
             )
             for store in self.stores
         )
+
+    def scan_bytes(self, dtype_bytes: int) -> tuple[int, int]:
+        """Bytes of global KV, for every token of context, that a decode reads in the first and in
+        the second half: every reader layer reads all of its store."""
+        own = self.stores[: len(self.write_mixers)]
+        write = sum(store.bytes_per_token(dtype_bytes) for store in own)
+        both = sum(store.readers * store.bytes_per_token(dtype_bytes) for store in self.stores)
+        return write, both - write
+
+    def window_scans(self, dtype_bytes: int) -> tuple[tuple[int, int, int], ...]:
+        """For every length of window: it, and the bytes that a decode reads of every token in the
+        windows of that length, in the first and in the second half."""
+        scans: dict[int, list[int]] = {}
+        for i, store in enumerate(self.stores):
+            if store.kind == "window_kv":
+                size = store.num_heads * (store.k_dim + store.v_dim) * dtype_bytes
+                write, read = scans.setdefault(store.window, [0, 0])
+                own = i < len(self.write_mixers)
+                scans[store.window] = [write + own * size, read + (store.readers - own) * size]
+        return tuple((window, write, read) for window, (write, read) in scans.items())
 
     def write_attention_flops(self, context: int, chunk: int = 1) -> int:
         """Token mixing of the first half for one token that sees `context` tokens."""
@@ -271,6 +293,7 @@ def _spec(
         read_flops_per_row=read.flops,
         logits_flops_per_row=2 * vocabulary,
         table_params=table_params,
+        vocab_size=config.vocab_size,
     )
 
 
@@ -406,7 +429,7 @@ def _laurel(size: int, rank: int) -> _Block:
     return _linear(size, rank) + _linear(rank, size) + _norm(size)
 
 
-def _visible(tokens: int, window: int) -> int:
+def visible_tokens(tokens: int, window: int = 0) -> int:
     """Sum over positions 0..tokens-1 of the tokens each one sees."""
     if not window or tokens <= window:
         return tokens * (tokens + 1) // 2
