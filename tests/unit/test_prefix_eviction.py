@@ -1,0 +1,144 @@
+"""The prefix cache, rule by rule: what goes when room is needed."""
+
+import pytest
+
+from prefixes import World
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+class TestReclaimPages:
+    def test_nothing_to_do(self, world: World) -> None:
+        assert world.cache.reclaim_pages(world.pages.capacity)
+        assert not world.cache.reclaim_pages(world.pages.capacity + 1)
+
+    def test_too_many_evict_none(self, world: World) -> None:
+        world.put("abcdefgh")
+        seq = world.start("XXXX")
+        assert not world.cache.can_reclaim(world.pages.capacity)
+        assert not world.cache.reclaim_pages(world.pages.capacity)
+        assert world.match("abcdefgh").length == 8
+        assert world.cache.reclaim_pages(world.pages.capacity - 1)
+        assert world.match("abcdefgh").shared == 0
+        world.end(seq)
+
+    def test_pages_without_checkpoint_go_first(self, world: World) -> None:
+        world.put("abcdefgh")
+        world.end(world.start("XXXXYYYY"))  # more recent, but leads to no state
+        assert world.cache.reclaim_pages(world.pages.capacity - 2)
+        assert (world.match("XXXXYYYY").shared, world.match("abcdefgh").length) == (0, 8)
+
+    def test_losing_its_checkpoint_devalues_the_pages_above(self, world: World) -> None:
+        slot = world.put("abcdefghijkl")
+        world.put("XXXX")
+        assert slot is not None
+        world.cache.drop_state(slot)
+        assert world.cache.reclaim_pages(world.pages.capacity - 1)
+        assert (world.match("abcdefghijkl").shared, world.match("XXXX").length) == (0, 4)
+
+    def test_page_of_a_checkpoint_takes_it_along(self, world: World) -> None:
+        world.put("abcdefg")
+        assert world.cache.reclaim_pages(world.pages.capacity)
+        assert world.cache.num_states == 0
+        assert world.slots.num_free == world.slots.capacity
+        stats = world.cache.stats
+        assert (stats.evicted_pages, stats.evicted_states) == (2, 1)
+
+    def test_what_is_in_use_stays(self, world: World) -> None:
+        world.put("abcdefghijkl")
+        seq = world.start("abcdefghijklm", 12)
+        world.put("abcdXXXX")
+        assert world.cache.num_evictable == 1
+        assert world.cache.reclaim_pages(world.pages.capacity - 4)
+        assert world.match("abcdefghijkl").length == 12
+        world.end(seq)
+
+    def test_tail_above_pages_in_use_can_go(self, world: World) -> None:
+        world.put("abcdef")
+        seq = world.start("abcdXXXX")
+        assert world.cache.num_evictable == 1
+        assert world.cache.reclaim_pages(world.pages.capacity - 2)
+        assert world.cache.num_states == 0
+        world.end(seq)
+
+    def test_tail_that_is_yet_to_be_copied_is_not_counted(self, world: World) -> None:
+        world.put("ab")
+        match = world.match("abc")
+        world.cache.take(match)
+        assert match.tail_page is not None
+        world.pages.fork([match.tail_page])
+        assert world.cache.num_evictable == 0
+        assert not world.cache.reclaim_pages(world.pages.capacity)
+        assert world.match("abc").length == 2
+        world.pages.free([match.tail_page])
+        assert world.cache.num_evictable == 1
+        assert world.cache.reclaim_pages(world.pages.capacity)
+        world.cache.check()
+
+
+class TestReclaimSlot:
+    def fill(self, world: World, *texts: str) -> None:
+        for text in texts:
+            assert world.put(text) is not None
+        assert world.slots.num_free == 0
+
+    def test_free_slot_is_enough(self, world: World) -> None:
+        world.put("abcd")
+        assert world.cache.reclaim_slot()
+        assert world.cache.num_states == 1
+
+    def test_no_checkpoint_to_evict(self, world: World) -> None:
+        world.slots.alloc(world.slots.capacity)
+        assert not world.cache.reclaim_slot()
+
+    def test_least_recently_used_of_equals(self) -> None:
+        world = World(num_slots=4)
+        self.fill(world, "aaaa", "bbbb", "cccc")
+        assert world.cache.reclaim_slot()  # aaaa, and the clock moves on
+        assert world.put("dddd") is not None
+        world.end(world.start("bbbbX"))
+        assert world.cache.reclaim_slot()
+        assert [world.match(t).length for t in ("aaaa", "bbbb", "cccc", "dddd")] == [0, 4, 0, 4]
+        world.cache.check()
+
+    def test_least_seconds_saved(self) -> None:
+        world = World(num_slots=4)
+        self.fill(world, "aaaabbbbcccc", "aaaabbbbccccd", "eeee")
+        assert world.cache.reclaim_slot()
+        assert world.match("aaaabbbbccccd").length == 12  # from there it is one token only
+
+    def test_saves_more_when_the_one_before_is_gone(self) -> None:
+        world = World(num_slots=4)
+        first = world.put("aaaabbbb")
+        self.fill(world, "aaaabbbbc", "eeee")
+        assert first is not None
+        world.cache.drop_state(first)
+        world.slots.alloc(1)
+        assert world.cache.reclaim_slot()
+        assert (world.match("aaaabbbbc").length, world.match("eeee").length) == (9, 0)
+
+    def test_pages_stay_when_the_state_goes(self) -> None:
+        world = World(num_slots=2)
+        self.fill(world, "aaaabbbbc")
+        assert world.cache.reclaim_slot()
+        match = world.match("aaaabbbbc")
+        assert (match.length, match.shared) == (0, 8)  # never a hit without its state
+        assert world.cache.num_evictable == world.cache.num_pages == 2
+
+    def test_slot_that_is_yet_to_be_copied_is_passed_over(self) -> None:
+        world = World(num_slots=3)
+        self.fill(world, "aaaa", "bbbbbbbb")
+        slot = world.match("aaaa").slot
+        assert slot is not None
+        world.slots.fork([slot])
+        assert world.cache.reclaim_slot()
+        assert (world.match("aaaa").length, world.match("bbbbbbbb").length) == (4, 0)
+        world.slots.alloc(1)
+        assert not world.cache.reclaim_slot()
+        assert world.match("aaaa").length == 4
+        world.slots.free([slot])
+        assert world.cache.reclaim_slot()
+        world.cache.check()
