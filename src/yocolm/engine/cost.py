@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DECODES = 8  # decodes of a step, to say what one of several costs
 BUDGET = 2048  # tokens of a whole chunk
+COMMIT = 50_000.0  # bytes that take as long as looking whether a store has anything staged
 SWAP_START = 1e-3  # seconds until a swap has begun
 
 # Online refinement: how far a step moves what is known, and how far that may go.
@@ -30,8 +31,9 @@ HISTORY = 3  # the median of so many steps: one that was interrupted changes not
 STRANGE = 0.7  # log ratio beyond which a single step says no more
 STRONGEST = math.log(4.0)
 MEMORY, COMPUTE, HOST = range(3)
-# What is learned slowly beside the tables: seconds a byte, a FLOP, a draw; a factor of overheads
-KV, STATE, ATTENTION, FINALIZE, DRAW, OVERHEAD = range(6)
+# What is learned slowly beside the tables: seconds a byte, a FLOP, a draw; factors of overheads and
+# of what comes behind a chunk, which leaves less of the weights in the caches
+KV, STATE, ATTENTION, FINALIZE, DRAW, OVERHEAD, COLD = range(7)
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class CostModel:
         recurrent = sum(store.bytes_per_slot(dtype_bytes) for store in spec.recurrent_stores)
         self._state = 2.0 * recurrent
         self._slot = float(spec.slot_bytes(dtype_bytes))
+        self._commit = COMMIT * (len(spec.window_stores) + len(spec.recurrent_stores))
         self._writers = Mixing(spec.write_mixers)
         self._readers = Mixing(spec.read_mixers)
         self._set_rates(hardware)
@@ -119,6 +122,7 @@ class CostModel:
             1 / hardware.attention_rate,
             1 / hardware.state_bandwidth,
             draw,
+            1.0,
             1.0,
         ]
         self._slowest = tuple(self._slow)
@@ -194,17 +198,20 @@ class CostModel:
     def _overhead(self, load: StepLoad) -> float:
         hardware = self.hardware
         seconds = hardware.step_seconds + hardware.sequence_seconds * load.sequences
-        return self._slow[OVERHEAD] * (seconds + hardware.chunk_seconds * load.chunks)
+        if load.chunks:
+            inside = load.tokens - load.sequences + load.chunks
+            seconds += hardware.chunk_seconds * load.chunks + hardware.token_seconds * inside
+        return self._slow[OVERHEAD] * seconds
 
     def _parts(self, load: StepLoad) -> tuple[float, ...]:
         """Of a step with tokens: by memory and compute the first half, what is finalized, both of
         the second half, of the logits; the draws; outside the model."""
-        kv, state, attention, finalize, draw, _ = self._slow
+        kv, state, attention, finalize, draw, _, cold = self._slow
         window = load.window_bytes * kv
         wm = self._write.seconds[0] + load.kv_bytes_write * kv + load.state_bytes * state
         wm += window * self._window_write
         wc = self._write.at(load.tokens) + load.write_flops * attention
-        f = load.chunks * self._slot * finalize
+        f = (load.chunks * self._slot + self._commit) * finalize
         rm = rc = lm = lc = 0.0
         if load.rows:
             rm = self._read.seconds[0] + load.kv_bytes_read * kv
@@ -212,7 +219,10 @@ class CostModel:
             rc = self._read.at(load.rows) + load.read_flops * attention
         if load.logits:
             lm, lc = self._logits.seconds[0], self._logits.at(load.logits)
-        return wm, wc, f, rm, rc, lm, lc, load.draws * draw, self._overhead(load)
+        d = load.draws * draw
+        if load.chunks:
+            rm, lm, d = rm * cold, lm * cold, d * cold
+        return wm, wc, f, rm, rc, lm, lc, d, self._overhead(load)
 
     def prefill_seconds(self, start: int, stop: int) -> float:
         """To compute the tokens ``start .. stop - 1`` in whole chunks, without any row of them.
@@ -230,6 +240,7 @@ class CostModel:
             seconds += table.at(rest) + table.seconds[0]
         each = hardware.step_seconds + hardware.sequence_seconds + hardware.chunk_seconds
         each = each * self._slow[OVERHEAD] + self._state * self._slow[STATE]
+        seconds += count * hardware.token_seconds * self._slow[OVERHEAD]
         return seconds + (whole + (rest > 0)) * each
 
     def decode_seconds(self, context: int) -> float:
@@ -307,15 +318,14 @@ class CostModel:
     def _refine(self, load: StepLoad, parts: tuple[float, ...], errors: list[float]) -> None:
         """Move tables and rates a little, each by its share of a phase."""
         wm, wc, _, rm, rc, lm, lc, d, _ = parts
-        kv, state, attention, _, _, _ = self._slow
+        kv, state, attention = self._slow[: ATTENTION + 1]
         write, finalize, read, sample, overhead = (SLOW * error for error in errors)
         window = load.window_bytes * kv
         self._change(KV, write, load.kv_bytes_write * kv + window * self._window_write, wm + wc)
         self._change(STATE, write, load.state_bytes * state, wm + wc)
         self._change(ATTENTION, write, load.write_flops * attention, wm + wc)
         self._write.scale(load.tokens, write)
-        if load.chunks:
-            self._change(FINALIZE, finalize, 1.0, 1.0)
+        self._change(FINALIZE, finalize, 1.0, 1.0)
         if load.rows:
             scanned = load.kv_bytes_read * kv + window * (1 - self._window_write)
             self._change(KV, read, scanned, rm + rc)
@@ -325,6 +335,10 @@ class CostModel:
             self._change(DRAW, sample, d, lm + lc + d)
             self._logits.scale(load.logits, sample)
         self._change(OVERHEAD, overhead, 1.0, 1.0)
+        if load.chunks and load.rows:
+            whole = rm + rc + lm + lc + d
+            self._change(COLD, read * (rm + rc) + sample * (lm + lc + d), rm + lm + d, whole**2)
+            self._slow[COLD] = max(self._slow[COLD], 1.0)  # more work never takes less
 
     def _settle(self) -> None:
         """Let what has been so for long become what is known; predictions stay as they are."""
@@ -332,7 +346,7 @@ class CostModel:
         self.corrections = [known * (1 - LEAK) for known in self.corrections]
         for table in (self._write, self._read, self._logits):
             table.multiply(memory, compute)
-        factors = (memory, memory, compute, memory, host, host)
+        factors = (memory, memory, compute, memory, host, host, 1.0)
         self._slow = [
             min(max(value * factor, first / FARTHEST), first * FARTHEST)
             for value, factor, first in zip(self._slow, factors, self._slowest, strict=True)

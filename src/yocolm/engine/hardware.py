@@ -39,8 +39,9 @@ class Hardware:
         KV (global and windows), and by states that are read and written.
     matrix_rates: (tokens, FLOP/s) of bfloat16 linears; float32 takes twice the time.
     attention_rate: FLOP/s of the attention (or retention) of chunks.
-    step_seconds, sequence_seconds, chunk_seconds: outside the model, a step, and each sequence and
-        each entry of several tokens in it; layer_seconds: of a layer, whatever it computes.
+    step_seconds, sequence_seconds, chunk_seconds, token_seconds: outside the model, a step, and in
+        it each sequence, each entry of several tokens and each token of those.
+    layer_seconds: of a layer, whatever it computes.
     draw_seconds: a token drawn, beside its logits; draw_elements: logits a second that draws pass.
     swap_bandwidth: bytes a second to where preempted state goes; memory_bytes: of the device.
     model: ``fingerprint`` of the model that the tables hold for; write_table, read_table,
@@ -59,6 +60,7 @@ class Hardware:
     step_seconds: float
     sequence_seconds: float
     chunk_seconds: float
+    token_seconds: float
     layer_seconds: float
     draw_seconds: float
     draw_elements: float
