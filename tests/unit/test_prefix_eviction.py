@@ -1,8 +1,11 @@
 """The prefix cache, rule by rule: what goes when room is needed."""
 
+import random
+
 import pytest
 
 from prefixes import World
+from yocolm.engine.prefix_order import Ranking
 
 
 @pytest.fixture
@@ -142,3 +145,38 @@ class TestReclaimSlot:
         world.slots.free([slot])
         assert world.cache.reclaim_slot()
         world.cache.check()
+
+
+def test_ranking_equals_a_sorted_list() -> None:
+    draw = random.Random(1)
+    ranking: Ranking[int] = Ranking()
+    expected: dict[int, tuple[float, int]] = {}
+    for serial in range(3000):
+        item = draw.randrange(30)
+        if draw.random() < 0.7:
+            expected.pop(item, None)
+            expected[item] = (float(draw.randrange(5)), serial)
+            ranking.put(item, expected[item][0])
+        elif draw.random() < 0.5:
+            expected.pop(item, None)
+            ranking.discard(item)
+        else:
+            lowest = min(expected, key=lambda item: expected[item], default=None)
+            popped = ranking.pop(lambda item: expected[item][0])
+            assert popped == (None if lowest is None else (expected.pop(lowest)[0], lowest))
+        ranking.check()
+        assert set(ranking) == set(expected) and len(ranking) == len(expected)
+        assert len(ranking._heap) <= 2 * 30 + 65  # outdated entries are dropped in time
+
+
+def test_ranking_puts_back_what_is_worth_more_by_now() -> None:
+    ranking: Ranking[str] = Ranking()
+    for priority, item in enumerate("abc"):
+        ranking.put(item, priority)
+    worth = {"a": 1.5, "b": 0.0, "c": 9.0}
+    assert [ranking.pop(worth.__getitem__) for _ in range(4)] == [
+        (1, "b"),
+        (1.5, "a"),
+        (9.0, "c"),
+        None,
+    ]

@@ -18,25 +18,12 @@ others, and then the pages above it that only it made useful.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from yocolm.engine.pages import SCRATCH, PagePool, SlotPool
-from yocolm.engine.prefix_nodes import TOKEN_BYTES, Checkpoint, Cursor, Match, Node
+from yocolm.engine.prefix_nodes import TOKEN_BYTES, Checkpoint, Cursor, Match, Node, PrefixStats
 from yocolm.engine.prefix_order import Order
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """Totals since the start. ``queries`` and ``hits`` count requests, the rest what it says."""
-
-    queries: int = 0
-    hits: int = 0
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
-    evicted_states: int = 0
 
 
 class PrefixCache:
@@ -66,6 +53,7 @@ class PrefixCache:
         self._nodes: list[Node | None] = [None] * pages.size  # by page
         self._idle = bytearray(pages.size)  # 1: the page of a node that only the cache refers to
         self._tails: dict[int, int] = {}  # page -> of how many checkpoints it holds the tail
+        self._watched: set[int] = set()  # of nodes that are, or were, tails: copied untold
         self._checkpoints: dict[int, Checkpoint] = {}  # by slot
         self._num_nodes = 0
         self._num_idle = 0
@@ -82,6 +70,7 @@ class PrefixCache:
     @property
     def num_evictable(self) -> int:
         """How many pages would be free if the cache gave all back."""
+        self._settle()
         return self._num_idle + sum(
             self._nodes[page] is None and self._pages.references(page) == count
             for page, count in self._tails.items()
@@ -234,6 +223,7 @@ class PrefixCache:
         if tail_page is not None:
             self._pages.fork((tail_page,))
             self._tails[tail_page] = self._tails.get(tail_page, 0) + 1
+            self._watch_if(tail_page)
         self._order.touch(checkpoint, parent_tokens)
         self._rank_leaf(node)
         return True
@@ -248,6 +238,7 @@ class PrefixCache:
 
     def can_reclaim(self, count: int) -> bool:
         """Whether ``count`` pages are free or can be."""
+        self._settle()
         missing = count - self._pages.num_free
         return missing <= self._num_idle or missing <= self.num_evictable
 
@@ -303,6 +294,7 @@ class PrefixCache:
                 self._nodes[page] = None
                 self._pages.free((page,))
         self._root.children.clear()
+        self._watched.clear()
         self._idle = bytearray(self._pages.size)
         self._num_nodes = self._num_idle = 0
         self._order.clear()
@@ -331,6 +323,7 @@ class PrefixCache:
         parent.children[key] = node
         self._nodes[page] = node
         self._num_nodes += 1
+        self._watch_if(page)
         return node
 
     def _evict(self, node: Node) -> None:
@@ -338,6 +331,7 @@ class PrefixCache:
         for checkpoint in list(node.checkpoints.values()):
             self._evict_state(checkpoint)
         self._set_busy(node.page)
+        self._watched.discard(node.page)
         node.alive = False
         self._nodes[node.page] = None
         self._num_nodes -= 1
@@ -383,6 +377,23 @@ class PrefixCache:
             self._num_idle += 1
         self._rank_leaf(node)
 
+    def _watch_if(self, page: int) -> None:
+        """Look after a node whose page is a tail, too: who copies it does not tell."""
+        if self._nodes[page] is not None and page in self._tails:
+            self._watched.add(page)
+
+    def _settle(self) -> None:
+        """Bring up to date what may have changed untold."""
+        for page in list(self._watched):
+            node = self._nodes[page]
+            assert node is not None
+            if self._pages.references(page) > self._cached(page):
+                self._set_busy(page)
+            else:
+                self._set_idle_if(node)
+                if page not in self._tails:
+                    self._watched.discard(page)
+
     def _rank_leaf(self, node: Node) -> None:
         if self._idle[node.page] and not node.children:
             self._order.put_leaf(node)
@@ -391,11 +402,13 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that trie, references, counts and rankings agree (for tests)."""
-        nodes = self._reachable()
+        self._settle()
+        nodes = list(self._root.below())
         assert self._num_nodes == len(nodes) == sum(node is not None for node in self._nodes)
         for node in nodes:
             references, cached = self._pages.references(node.page), self._cached(node.page)
             assert self._nodes[node.page] is node and node.alive, "a node is unknown"
+            assert len(node.key) == self._page_size * TOKEN_BYTES, "a key is not of a full page"
             assert self._idle[node.page] == (references == cached), "a page is idle, or not"
             assert references >= cached, "a page has lost the reference of the cache"
             assert node.parent is not None
@@ -421,18 +434,6 @@ class PrefixCache:
         with_tail = {c for c in checkpoints if c.tail_page is not None}
         assert set(self._order.pages) == leaves | with_tail, "pages to evict are lost or foreign"
         self._order.check()
-
-    def _reachable(self) -> list[Node]:
-        nodes: list[Node] = []
-        todo = [self._root]
-        while todo:
-            parent = todo.pop()
-            for key, node in parent.children.items():
-                assert node.parent is parent and node.key == key and node.depth == parent.depth + 1
-                assert len(key) == self._page_size * TOKEN_BYTES, "a key is not of a full page"
-                nodes.append(node)
-                todo.append(node)
-        return nodes
 
 
 def _bytes(tokens: np.ndarray) -> bytes:

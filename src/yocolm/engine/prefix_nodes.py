@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TOKEN_BYTES = 8
@@ -35,6 +36,16 @@ class Node:
             if found is not None:
                 return found
         return None
+
+    def below(self) -> Iterator[Node]:
+        """All nodes below this one."""
+        todo: list[Node] = [self]
+        while todo:
+            parent = todo.pop()
+            for key, node in parent.children.items():
+                assert node.parent is parent and node.key == key and node.depth == parent.depth + 1
+                todo.append(node)
+                yield node
 
 
 @dataclass(eq=False, slots=True)
@@ -88,3 +99,15 @@ class Match:
     shared: int
     cursor: Cursor | None = None
     num_queried: int = 0
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Totals since the start. ``queries`` and ``hits`` count requests, the rest what it says."""
+
+    queries: int = 0
+    hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    evicted_states: int = 0
