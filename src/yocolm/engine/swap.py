@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yocolm.engine.settings import available_memory
 from yocolm.engine.state import PagedState
 from yocolm.engine.swap_file import MOST_PIECES, SwapFile
 from yocolm.engine.swap_space import Move, Mover
@@ -23,6 +26,7 @@ from yocolm.ops.native.memory import empty_huge
 Kind = Literal["file", "memory"]
 BATCH = 1 << 20  # bytes moved at once: a thread that is to end waits for no more
 CLOSED = "the swap space was closed"
+NICENESS = 10  # a step that uses all cores is slowed by a tenth while moves go on, not to a third
 _PROBE = 32 << 20  # bytes moved to measure
 _PROBE_SECONDS = 0.1  # after which a measurement ends, whatever it has moved
 _LAST_WAIT = 10.0  # seconds in which a thread comes to its end
@@ -70,6 +74,8 @@ class SwapStore(Mover):
         self._num_outside = [num_blocks, num_places]
         page_bytes, slot_bytes = _row_bytes(page_pools), _row_bytes(slot_pools)
         self.num_bytes = num_blocks * page_bytes + num_places * slot_bytes
+        if kind == "memory":
+            _require_memory(self.num_bytes)
         self._closed = False
         self._mover: _OwnThread | StreamMover
         if on_cpu:
@@ -124,6 +130,9 @@ class SwapStore(Mover):
 class _Medium(Protocol):
     """Where rows go: bytes from 0 on."""
 
+    @property
+    def name(self) -> str: ...
+
     def write(self, offset: int, pieces: Sequence[np.ndarray]) -> None: ...
 
     def read(self, offset: int, pieces: Sequence[np.ndarray]) -> None: ...
@@ -134,12 +143,14 @@ class _Medium(Protocol):
 class _Memory:
     """``num_bytes`` of memory, which the system lends when they are written."""
 
+    name = "memory"
+
     def __init__(self, num_bytes: int) -> None:
         try:
             self._bytes = empty_huge((num_bytes,), torch.uint8).numpy()
         except (OSError, MemoryError, RuntimeError) as error:
             raise ConfigError(
-                f"no memory for swap_space of {num_bytes} bytes ({error}); give less, or 0"
+                f"no memory for swap_space of {num_bytes} bytes ({error}); give less"
             ) from error
 
     def write(self, offset: int, pieces: Sequence[np.ndarray]) -> None:
@@ -243,6 +254,7 @@ class _Thread(threading.Thread):
         self.ended: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
 
     def run(self) -> None:
+        _give_way()
         try:
             while (move := self.moves.get()) is not None:
                 self.ended.put((move.ticket, self._error(move)))
@@ -270,8 +282,9 @@ class _Thread(threading.Thread):
                         return CLOSED
                     transfer(offset, pieces)
         except Exception as error:  # whatever it is, it is this move that failed
-            way = "written" if move.out else "read"
-            return f"swapped state cannot be {way}: {getattr(error, 'strerror', None) or error}"
+            way = "written to" if move.out else "read from"
+            reason = getattr(error, "strerror", None) or error
+            return f"state could not be {way} {self._medium.name}: {reason}"
         return None
 
 
@@ -298,6 +311,28 @@ def _rates(medium: _Medium, sizes: list[int]) -> tuple[float, float]:
     finally:
         probe.close()
     return rates[0], rates[1]
+
+
+def _require_memory(num_bytes: int) -> None:
+    """Refuse in time what would have the system end processes."""
+    free = available_memory()
+    if num_bytes > free:
+        raise ConfigError(
+            f"swap_space needs {num_bytes / 2**30:.2f} GiB of memory, of which "
+            f"{free / 2**30:.2f} GiB are free; give less, or do without (swap_space=0)"
+        )
+
+
+def _give_way() -> None:
+    """Let the threads of the steps run before this one, where the system knows threads apart."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    try:
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, min(niceness, 19))
+    except OSError:  # not permitted in some sandboxes
+        pass
 
 
 def _num_rows(pools: Sequence[Tensor]) -> int:

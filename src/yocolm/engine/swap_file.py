@@ -45,6 +45,10 @@ class SwapFile:
                 f"free; give less swap_space, or {_ANOTHER}"
             )
 
+    @property
+    def name(self) -> str:
+        return f"the swap file in {self.directory!r}"
+
     def write(self, offset: int, pieces: Sequence[Any]) -> None:
         """Write ``pieces`` (contiguous arrays of bytes) one behind the other from ``offset`` on.
 
@@ -102,12 +106,13 @@ def find_directory(num_bytes: int, directory: str | None = None) -> str:
 
 def swap_room(num_bytes: int, directory: str | None = None) -> int:
     """How many of ``num_bytes`` a swap space may take that nobody asked for: so many as leave some
-    of the disk to others. 0 where there is no folder."""
+    of the disk to others. 0 where there is no folder, or only one that lies in memory."""
     try:
-        free = shutil.disk_usage(find_directory(num_bytes, directory)).free
+        found = find_directory(num_bytes, directory)
+        free = shutil.disk_usage(found).free
     except (ConfigError, OSError):
         return 0
-    return min(num_bytes, free - free // RESERVE)
+    return 0 if _in_memory(found) else min(num_bytes, free - free // RESERVE)
 
 
 def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:

@@ -23,31 +23,35 @@ class _Numbers:
     def __init__(self, size: int, what: str) -> None:
         self.size = size
         self._what = what
-        self._free = list(range(size))
-        self._taken = bytearray(size)
+        self._fresh = 0  # this and all above were never handed out
+        self._returned: list[int] = []  # a heap
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.size - len(self._taken)
 
     def alloc(self, count: int) -> list[int] | None:
         if count > self.num_free:
             return None
-        numbers = [heapq.heappop(self._free) for _ in range(count)]
-        for number in numbers:
-            self._taken[number] = 1
+        again = min(count, len(self._returned))
+        numbers = [heapq.heappop(self._returned) for _ in range(again)]
+        numbers += range(self._fresh, self._fresh + count - again)
+        self._fresh += count - again
+        self._taken.update(numbers)
         return numbers
 
     def free(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             assert 0 <= number < self.size, f"there is no {self._what} {number}"
-            assert self._taken[number], f"{self._what} {number} is freed twice"
-            self._taken[number] = 0
-            heapq.heappush(self._free, number)
+            assert number in self._taken, f"{self._what} {number} is freed twice"
+            self._taken.remove(number)
+            heapq.heappush(self._returned, number)
 
     def check(self) -> None:
-        unused = [number for number in range(self.size) if not self._taken[number]]
-        assert sorted(self._free) == unused, f"free {self._what}s differ from the unused ones"
+        unused = [number for number in range(self._fresh) if number not in self._taken]
+        assert sorted(self._returned) == unused, f"free {self._what}s differ from the unused ones"
+        assert self._fresh <= self.size, f"more {self._what}s than there are were handed out"
 
 
 class SwapSpace:

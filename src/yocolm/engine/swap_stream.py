@@ -64,7 +64,7 @@ class StreamMover(Mover):
                 if move.state is not None:
                     self._move_slot(move.out, *move.state)
             except RuntimeError as failed:  # no memory to gather in
-                error = f"swapped state cannot be moved: {failed}"
+                error = f"state could not be moved: {failed}"
             event = self._runtime.Event()
             event.record(self._stream)
         self._under_way.append(_UnderWay(move.ticket, event, error))
@@ -179,8 +179,7 @@ class _Host:
         except RuntimeError as error:
             self.slabs.clear()
             raise ConfigError(
-                f"no memory for swap_space of {count * words.row_bytes} bytes ({error}); "
-                "give less, or 0"
+                f"no memory for swap_space of {count * words.row_bytes} bytes ({error}); give less"
             ) from error
 
     def runs(self, numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
