@@ -40,6 +40,7 @@ def test_a_completion() -> None:
         "prompt_tokens": prompt,
         "completion_tokens": 5,
         "total_tokens": prompt + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

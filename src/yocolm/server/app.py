@@ -19,13 +19,17 @@ from yocolm.chat import ChatTemplate
 from yocolm.engine.engine import Engine
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import ConfigError, RequestError
-from yocolm.server import chat, completions, extra, protocol
+from yocolm.server import chat, completions, extra, page, protocol
+from yocolm.server.engine_view import EngineView
 from yocolm.server.errors import ApiError, ClientGone, failed
 from yocolm.server.gate import REQUEST_ID, Gate
+from yocolm.server.history import History
+from yocolm.server.live import Live
 from yocolm.server.loop import EngineLoop
 from yocolm.server.params import DEFAULTS
 from yocolm.server.service import Service
 from yocolm.server.settings import ServerSettings
+from yocolm.server.stream import PREDICTED_TTFT
 from yocolm.server.telemetry import Telemetry
 from yocolm.server.tools import TOOL_PARSERS
 
@@ -39,7 +43,9 @@ _GETS: dict[str, Handler] = {
     "/ready": extra.ready,
     "/metrics": extra.show_metrics,
     "/version": extra.version,
+    "/live.json": page.live_data,
 }
+_PAGES: dict[str, Handler] = {"/": page.page, **dict.fromkeys(page.ASSETS, page.asset)}
 _POSTS: dict[str, tuple[Handler, type[BaseModel]]] = {
     "/v1/completions": (completions.completions, protocol.CompletionRequest),
     "/v1/chat/completions": (chat.chat_completions, protocol.ChatRequest),
@@ -49,6 +55,9 @@ _POSTS: dict[str, tuple[Handler, type[BaseModel]]] = {
 }
 _OPEN = ("/health", "/ready", "/metrics", "/version")  # without a key
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_SINCE = {"name": "since", "in": "query", "required": False, "schema": {"type": "number"}}
+_SINCE["description"] = "'now' of the answer before, to be told only what is new"
+_PARAMETERS = {"/v1/models/{name:path}": [_NAME], "/live.json": [_SINCE]}
 _REF = "#/components/schemas/{model}"
 
 
@@ -80,8 +89,10 @@ def make_service(
             "with --generation-config none"
         ) from error
     ends = given.get("stop_strings") or ()
-    loop = EngineLoop(engine, telemetry, capacity)
-    return Service(engine, loop, telemetry, template, settings, names, defaults, ends)
+    history = History()
+    loop = EngineLoop(engine, telemetry, capacity, history)
+    live = Live(EngineView(engine), history, loop, telemetry, settings, names)
+    return Service(engine, loop, telemetry, live, template, settings, names, defaults, ends)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -111,10 +122,12 @@ def make_app(service: Service) -> FastAPI:
             response_class=Response if path == "/metrics" else JSONResponse,
             description=handler.__doc__ or "",
             responses=_responses(path),
-            openapi_extra={"parameters": [_NAME]} if "{name" in path else None,
+            openapi_extra={"parameters": _PARAMETERS[path]} if path in _PARAMETERS else None,
         )
+    for path, handler in {**_GETS, **_PAGES}.items():
+        methods = ["HEAD"] if path in _GETS else ["GET", "HEAD"]
         app.add_api_route(
-            path, _endpoint(service, handler), methods=["HEAD"], include_in_schema=False
+            path, _endpoint(service, handler), methods=methods, include_in_schema=False
         )
     for path, (handler, body) in _POSTS.items():
         app.add_api_route(
@@ -131,7 +144,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(
         Gate,
         keys=settings.api_key,
-        open_paths=(*_OPEN, "/docs", "/redoc", "/openapi.json"),
+        open_paths=(*_OPEN, *_PAGES, "/docs", "/redoc", "/openapi.json"),
         max_body=service.max_body,
     )
     if settings.cors_origins:
@@ -140,7 +153,7 @@ def make_app(service: Service) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, PREDICTED_TTFT, "retry-after"],
         )
     plain_openapi = app.openapi
 

@@ -20,10 +20,10 @@ from yocolm.server.errors import ApiError, from_request_error
 from yocolm.server.logprobs import chat_logprobs, prompt_logprobs
 from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
-from yocolm.server.params import chat_params, form_field
+from yocolm.server.params import chat_params, form_field, urgency_of
 from yocolm.server.protocol import ChatRequest, Message, Tool
 from yocolm.server.service import PER_ENTRY, Service, off_loop, request_id_of, usage
-from yocolm.server.stream import JSON, event, stream_answer, to_json
+from yocolm.server.stream import JSON, event, prediction, stream_answer, to_json
 from yocolm.server.tools import ToolDelta, ToolParser, make_tool_parser
 
 # What a rendering takes besides the template's own variables ("self" is one of them).
@@ -57,7 +57,14 @@ async def chat_completions(service: Service, request: Request) -> Response:
     if parser is not None and parser.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     [job] = await service.jobs(
-        request, answer_id, [text], params, ChatRequest.model_fields, False, renamed
+        request,
+        answer_id,
+        [text],
+        params,
+        ChatRequest.model_fields,
+        False,
+        renamed,
+        urgency=urgency_of(body),
     )
     writer = ChatWriter(service, body, job, answer_id)
     if body.stream:
@@ -65,7 +72,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     async with service.answering(request, [job]) as box:
         [output] = await box.take_all()
     answer = await off_loop(writer.size(output), lambda: writer.whole(output))
-    return Response(answer, media_type=JSON)
+    return Response(answer, media_type=JSON, headers=prediction([job]))
 
 
 async def render(
@@ -273,7 +280,7 @@ class ChatWriter:
             shape["token_ids"] = token_ids
         used = None
         if self._each_usage:
-            used = usage(len(self._job.ids), self._choices[index].num_tokens)
+            used = usage([self._job], self._choices[index].num_tokens)
         return event(self._head, [shape], used, ',"usage":null' * self._usage, more)
 
     def _logprobs(self, sample: CompletionOutput) -> dict[str, Any] | None:
@@ -287,9 +294,9 @@ class ChatWriter:
             bool(self._body.return_tokens_as_token_ids),
         )
 
-    def _total(self) -> dict[str, int]:
+    def _total(self) -> dict[str, Any]:
         drawn = sum(choice.num_tokens for choice in self._choices.values())
-        return usage(len(self._job.ids), drawn)
+        return usage([self._job], drawn)
 
 
 def _call_delta(call: Any) -> dict[str, Any]:

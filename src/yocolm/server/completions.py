@@ -14,7 +14,7 @@ from yocolm.engine.outputs import CompletionOutput, RequestOutput
 from yocolm.server.logprobs import CompletionLogprobs, prompt_logprobs
 from yocolm.server.loop import Job
 from yocolm.server.outputs import Output
-from yocolm.server.params import completion_params, form_field
+from yocolm.server.params import completion_params, form_field, urgency_of
 from yocolm.server.protocol import CompletionRequest
 from yocolm.server.service import (
     PER_ENTRY,
@@ -24,7 +24,15 @@ from yocolm.server.service import (
     request_id_of,
     usage,
 )
-from yocolm.server.stream import DONE, EVENTS, JSON, event, stream_answer, to_json
+from yocolm.server.stream import (
+    DONE,
+    EVENTS,
+    JSON,
+    event,
+    prediction,
+    stream_answer,
+    to_json,
+)
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -50,6 +58,7 @@ async def completions(service: Service, request: Request) -> Response:
         body.add_special_tokens is not False,
         renamed,
         MAX_TOKENS,
+        urgency_of(body),
     )
     writer = CompletionWriter(service, body, jobs, answer_id)
     if only_echo:
@@ -60,7 +69,7 @@ async def completions(service: Service, request: Request) -> Response:
         outputs = await box.take_all()
     kept = [best(output, body.n or 1) for output in outputs] if body.best_of else outputs
     answer = await off_loop(writer.size(kept), lambda: writer.whole(outputs, kept))
-    return Response(answer, media_type=JSON)
+    return Response(answer, media_type=JSON, headers=prediction(jobs))
 
 
 def prompts_of(prompt: Any) -> list[Any]:
@@ -131,7 +140,6 @@ class CompletionWriter:
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._each_usage = bool(options and options.continuous_usage_stats)
-        self._prompt_tokens = sum(len(job.ids) for job in jobs)
 
     def size(self, kept: list[Output]) -> int:
         """About how much work the whole answer is, in characters."""
@@ -158,7 +166,7 @@ class CompletionWriter:
             for sample in output.outputs
         )
         drawn = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        total = to_json(usage(self._prompt_tokens, drawn))
+        total = to_json(usage(self._jobs, drawn))
         return f'{self._head}"choices":[{choices}],"usage":{total}}}'
 
     def write(self, news: Mapping[str, Output]) -> str:
@@ -172,7 +180,7 @@ class CompletionWriter:
         if not self._usage:
             return ""
         drawn = sum(choice.num_tokens for choice in self._choices.values())
-        return event(self._head, [], usage(self._prompt_tokens, drawn), "")
+        return event(self._head, [], usage(self._jobs, drawn), "")
 
     def _chunk(self, index: int, output: Output, sample: CompletionOutput) -> str:
         begun = (index * self._n + sample.index) in self._choices
@@ -182,8 +190,7 @@ class CompletionWriter:
             return ""
         used = None
         if self._each_usage:
-            job = self._jobs[index]
-            used = usage(len(job.ids), self._choices[shape["index"]].num_tokens)
+            used = usage([self._jobs[index]], self._choices[shape["index"]].num_tokens)
         return event(self._head, [shape], used, ',"usage":null' if self._usage else "")
 
     def _choice(self, index: int, output: Output, sample: CompletionOutput) -> dict[str, Any]:

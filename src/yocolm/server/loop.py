@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,23 @@ import torch
 from yocolm.engine.engine import STEP_FAILED, Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.errors import RequestError
+from yocolm.server.engine_view import EngineView
 from yocolm.server.errors import ApiError, failed, unavailable
+from yocolm.server.history import History
 from yocolm.server.metrics import ReadCounter
 from yocolm.server.outputs import Output, Parts
 from yocolm.server.telemetry import Telemetry, about
 
 log = logging.getLogger("yocolm.server")
+
+
+@dataclass(frozen=True)
+class Urgency:
+    """When a request is to be served; targets are in seconds, None where it is the server's."""
+
+    priority: int = 0
+    ttft_target: float | None = None
+    tpot_target: float | None = None
 
 
 @dataclass
@@ -39,10 +50,23 @@ class Job:
     text: str | None = None
     samples: int = 1
     arrival: float = field(default_factory=time.monotonic)
+    urgency: Urgency = Urgency()
+    predicted_ttft: float | None = None  # seconds from its arrival, told by the engine
+    begun: bool = False
+    num_cached: int = 0  # prompt tokens that the prefix cache had
     first_token: float | None = None
     last_token: float | None = None
     num_output: int = 0
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Queued:
+    """The engine has taken a request, and expects its first token ``predicted_ttft`` seconds after
+    its arrival (None: it does not know)."""
+
+    request_id: str
+    predicted_ttft: float | None
 
 
 class Mailbox:
@@ -56,9 +80,26 @@ class Mailbox:
         self.jobs = jobs
         self.unfinished = {job.request_id for job in jobs}
         self.failure: Exception | None = None
+        self._unqueued = set(self.unfinished)
         self._parts: dict[str, Parts] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all = False
+
+    def queued(self, request_id: str) -> None:
+        """The engine has taken a job."""
+        self._unqueued.discard(request_id)
+        if not self._unqueued:
+            self._wake()
+
+    async def all_queued(self) -> None:
+        """Wait until the engine has taken all jobs. Raises ApiError if it has refused one."""
+        while self._unqueued and self.failure is None and self._failed() is None:
+            await self._wait()
+        if self.failure is not None:
+            raise self.failure
+        error = self._failed()
+        if error is not None:
+            raise failed(error)
 
     def push(self, output: Output) -> None:
         parts = self._parts.get(output.request_id)
@@ -134,7 +175,10 @@ class EngineLoop:
     ``on_death`` is called on the event loop when the engine cannot go on.
     """
 
-    def __init__(self, engine: Engine, telemetry: Telemetry, capacity: int) -> None:
+    def __init__(
+        self, engine: Engine, telemetry: Telemetry, capacity: int, history: History | None = None
+    ) -> None:
+        self._view, self._history = EngineView(engine), history or History()
         self.engine, self.telemetry, self.capacity = engine, telemetry, capacity
         self.death: str | None = None
         self.draining = False
@@ -146,7 +190,7 @@ class EngineLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._stopping = False
-        self._outbox: deque[tuple[float, list[Output]]] = deque()
+        self._outbox: deque[tuple[float, Sequence[Output | Queued]]] = deque()
         self._signalled = False
         self.step_seconds = self.step_cpu_seconds = 0.0
         register = telemetry.registry.register
@@ -271,6 +315,10 @@ class EngineLoop:
                 if found is None:
                     continue  # closed meanwhile
                 box, job = found
+                if isinstance(output, Queued):
+                    job.predicted_ttft = output.predicted_ttft
+                    box.queued(job.request_id)
+                    continue
                 try:
                     self._deliver_one(box, job, output, now)
                 except Exception:  # the others, already out of the outbox, still get theirs
@@ -300,10 +348,12 @@ class EngineLoop:
     def _thread_main(self) -> None:
         try:
             while self._thread_take_commands():
-                begin, cpu = time.perf_counter(), time.thread_time()
+                at, begin, cpu = time.monotonic(), time.perf_counter(), time.thread_time()
                 outputs: list[Output] = list(self.engine.step())
                 self.step_cpu_seconds += time.thread_time() - cpu
-                self.step_seconds += time.perf_counter() - begin
+                seconds = time.perf_counter() - begin
+                self.step_seconds += seconds
+                self._history.add(self._view.step(at, seconds))
                 self.telemetry.stepped()
                 self._thread_send(outputs)
                 if any((o.error or "").startswith(STEP_FAILED) for o in outputs):
@@ -326,20 +376,23 @@ class EngineLoop:
                     self._awake.wait()
 
     def _thread_add(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            try:
-                self.engine.enqueue(job.request_id, job.ids, job.params, job.text, job.arrival)
-            except RequestError as error:
-                self._thread_send([_failure(job, str(error))])
-            except Exception as error:  # of a library that a grammar needs, say
-                log.exception("request %s could not be queued", job.request_id)
-                self._thread_send([_failure(job, f"the engine could not take it: {error}")])
+        self._thread_send([self._thread_add_one(job) for job in jobs])
+
+    def _thread_add_one(self, job: Job) -> Output | Queued:
+        try:
+            self.engine.enqueue(job.request_id, job.ids, job.params, job.text, job.arrival)
+            return Queued(job.request_id, self._view.predicted_ttft(job.request_id))
+        except RequestError as error:
+            return _failure(job, str(error))
+        except Exception as error:  # of a library that a grammar needs, say
+            log.exception("request %s could not be queued", job.request_id)
+            return _failure(job, f"the engine could not take it: {error}")
 
     def _thread_abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.engine.abort(request_id)
 
-    def _thread_send(self, outputs: list[Output]) -> None:
+    def _thread_send(self, outputs: Sequence[Output | Queued]) -> None:
         """One wake-up of the event loop for a step, none while the last one is still to come."""
         if not outputs:
             return

@@ -8,6 +8,7 @@ from typing import Any
 from yocolm.engine.sampling_params import GuidedParams, RequestOutputKind, SamplingParams
 from yocolm.errors import RequestError
 from yocolm.server.errors import ApiError, from_request_error
+from yocolm.server.loop import Urgency
 from yocolm.server.protocol import ChatRequest, CompletionRequest, NamedTool, Sampling
 from yocolm.server.tools import guided_for_tool_choice
 
@@ -138,6 +139,11 @@ def _guided(body: Sampling) -> GuidedParams | None:
         except RequestError as error:
             raise ApiError(f"{name}: {error}", param=name) from error
     return None
+
+
+def urgency_of(body: Sampling) -> Urgency:
+    """When an answer is to be given, as far as the body says so."""
+    return Urgency(body.priority or 0, body.ttft_target, body.tpot_target)
 
 
 def form_field(body: Sampling) -> str:

@@ -27,6 +27,8 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_PRIORITY = 2**31 - 1
+MAX_TARGET = 1e6
 
 
 def _check_prompt(value: Any) -> Any:
@@ -101,6 +103,8 @@ LogitBias = Annotated[
 StopTokens = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
 Pooling = Literal["last", "mean"]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # the lowest goes first
+Target = Annotated[float, Field(gt=0, le=MAX_TARGET, allow_inf_nan=False)]  # seconds
 
 
 class Body(BaseModel):
@@ -190,7 +194,9 @@ class Sampling(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None  # says who asks; changes nothing
-    priority: Any = None
+    priority: Priority | None = None
+    ttft_target: Target | None = None
+    tpot_target: Target | None = None
     spaces_between_special_tokens: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -201,7 +207,6 @@ class Sampling(Body):
     guided_decoding_backend: Any = None
 
     neutral = {
-        "priority": (0,),
         "spaces_between_special_tokens": (True,),
         "use_beam_search": (False,),
         "length_penalty": (1.0,),

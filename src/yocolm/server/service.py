@@ -24,7 +24,8 @@ from yocolm.server.errors import (
     from_validation_error,
     shown,
 )
-from yocolm.server.loop import EngineLoop, Job, Mailbox
+from yocolm.server.live import Live
+from yocolm.server.loop import EngineLoop, Job, Mailbox, Urgency
 from yocolm.server.settings import ServerSettings
 from yocolm.server.telemetry import Telemetry
 
@@ -45,6 +46,7 @@ class Service:
     engine: Engine
     loop: EngineLoop
     telemetry: Telemetry
+    live: Live
     template: ChatTemplate
     settings: ServerSettings
     model_names: tuple[str, ...]
@@ -104,6 +106,7 @@ class Service:
         special_tokens: bool = True,
         renamed: Mapping[str, str] | None = None,
         max_tokens: int | None = None,
+        urgency: Urgency | None = None,
     ) -> list[Job]:
         """Tokenise and check the prompts of a request; where they are long, in another thread.
 
@@ -113,6 +116,7 @@ class Service:
                 is None too, what there is room for.
             fields: those of the body, which messages may name.
             special_tokens: whether the tokenizer adds BOS to a text.
+            urgency: of all the jobs.
         """
         self.loop.check_open(len(prompts) * samples_of(params))
         names = unique_ids(answer_id, len(prompts))
@@ -125,7 +129,8 @@ class Service:
                 bounded = self._bounded(params, len(ids), renamed or {}, max_tokens)
             checked = self.engine.validate(ids, bounded)
             text = prompt if isinstance(prompt, str) else None
-            return Job(name, checked, bounded, text, samples_of(bounded), arrival)
+            samples = samples_of(bounded)
+            return Job(name, checked, bounded, text, samples, arrival, urgency or Urgency())
 
         def work() -> list[Job]:
             return [job(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
@@ -248,11 +253,14 @@ def samples_of(params: Any) -> int:
     return params.n if isinstance(params, SamplingParams) else 1
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
+    """Tokens of an answer; of the prompts', how many the prefix cache had."""
+    prompt_tokens = sum(len(job.ids) for job in jobs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(job.num_cached for job in jobs)},
     }
 
 

@@ -68,6 +68,13 @@ def _seconds(value: Any) -> float:
     return number
 
 
+def _target(value: Any) -> float:
+    seconds = _seconds(value)
+    if seconds == 0:
+        raise ValueError("must be a number of seconds above 0")
+    return seconds
+
+
 def _flag(value: Any) -> bool:
     text = str(value).lower()
     if text not in _TRUE | _FALSE:
@@ -90,6 +97,18 @@ def _memory(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError("must be an amount of bytes, such as 2GiB")
     return value
+
+
+def _swap(value: Any) -> Any:
+    """An amount of bytes, or 0. vLLM counts it in GiB: such a small number is refused."""
+    number = value
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        number = int(value[:20])
+    if isinstance(number, int) and not isinstance(number, bool):
+        if 0 < number < 2**20:
+            raise ValueError(f"would be {number} bytes: give a unit, such as {number}GiB, or 0")
+        return number
+    return _memory(value)
 
 
 def _option(
@@ -168,6 +187,49 @@ class ServerSettings:
         None, _memory, "memory for state, such as 512MB or 2GiB", "engine", "SIZE"
     )
     page_size: int | None = _option(None, _count(1), "tokens in a page of KV", "engine", "N")
+    prefix_caching: bool = _option(
+        True, _flag, "keep state for prompts that begin alike (default: on)", "engine"
+    )
+    num_checkpoints: int | None = _option(
+        None,
+        _count(0),
+        "kept states of constant size, beside those of running sequences (default: from memory)",
+        "engine",
+        "N",
+    )
+    checkpoint_spacing: int = _option(
+        8192, _count(1), "tokens between the kept states of a very long prompt", "engine", "N"
+    )
+    mean_tokens: int | None = _option(
+        None,
+        _count(1),
+        "tokens that a request is expected to have, by which memory is divided into pools",
+        "engine",
+        "N",
+    )
+    swap_space: str | int = _option(
+        "4GiB", _swap, "room for the state of preempted sequences; 0: recompute", "engine", "SIZE"
+    )
+    policy: str = _option(
+        "fcfs",
+        _one_of("fcfs", "traffic"),
+        "fcfs: first come, first served, a fixed budget of tokens; traffic: steps sized by what "
+        "they are predicted to take",
+        "scheduling",
+        "POLICY",
+    )
+    ttft_target: float | None = _option(
+        None, _target, "seconds to the first token that are aimed at", "scheduling", "S"
+    )
+    tpot_target: float | None = _option(
+        None, _target, "seconds per further token that are aimed at", "scheduling", "S"
+    )
+    priority_aging: float = _option(
+        10.0, _seconds, "seconds of waiting that are worth a level of priority", "scheduling", "S"
+    )
+    calibrate: bool = _option(
+        True, _flag, "measure the machine at start-up, once for each model (default: on)", "engine"
+    )
     prompt_logprobs: str = _option(
         "exact",
         _one_of("exact", "reject"),
@@ -191,7 +253,10 @@ class ServerSettings:
     access_log: bool = _option(False, _flag, "log every HTTP exchange", "logs")
 
 
-_ALIASES = {"--eager": ("--enforce-eager",)}  # as vLLM has it
+_ALIASES = {  # as vLLM has them
+    "--eager": ("--enforce-eager",),
+    "--prefix-caching": ("--enable-prefix-caching",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

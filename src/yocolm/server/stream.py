@@ -21,6 +21,7 @@ from yocolm.server.service import Service
 DONE = b"data: [DONE]\n\n"
 EVENTS = "text/event-stream"
 JSON = "application/json"
+PREDICTED_TTFT = "x-predicted-ttft-ms"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -52,18 +53,23 @@ def to_json(value: Any) -> str:
 async def stream_answer(
     service: Service, request: Request, jobs: list[Job], writer: Writer
 ) -> Response:
-    """Start the jobs; the response begins with their first token, an early failure is an error."""
+    """Start the jobs; the response begins when the engine has taken them, before their first token:
+    its headers tell when that is to come. What fails later is an event.
+    """
     context = service.answering(request, jobs)
     box = await context.__aenter__()
     try:
-        news = await box.take()
-        for output in news.values():
-            if output.error is not None:
-                raise failed(output.error)
+        await box.all_queued()
     except BaseException:
         await context.__aexit__(*sys.exc_info())
         raise
-    return EventStream(context, box, news, writer)
+    return EventStream(context, box, writer, prediction(jobs))
+
+
+def prediction(jobs: list[Job]) -> dict[str, str]:
+    """The header that tells when the first token of an answer is expected, where that is known."""
+    known = [job.predicted_ttft for job in jobs if job.predicted_ttft is not None]
+    return {PREDICTED_TTFT: f"{1000 * min(known):.1f}"} if known else {}
 
 
 class EventStream(Response):
@@ -75,12 +81,12 @@ class EventStream(Response):
         self,
         context: AbstractAsyncContextManager[Mailbox],
         box: Mailbox,
-        first: Mapping[str, Output],
         writer: Writer,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(None, headers=_HEADERS)
+        super().__init__(None, headers={**_HEADERS, **headers})
         del self.headers["content-length"]
-        self._context, self._box, self._first, self._writer = context, box, first, writer
+        self._context, self._box, self._writer = context, box, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -92,9 +98,9 @@ class EventStream(Response):
             await self._context.__aexit__(None, None, None)
 
     async def _send_events(self, send: Send) -> None:
-        news = self._first
         try:
             while True:
+                news = await self._box.take()
                 text = self._writer.write({name: _good(output) for name, output in news.items()})
                 if text:
                     await _send(send, text.encode())
@@ -103,7 +109,6 @@ class EventStream(Response):
                     raise failed(error)
                 if self._box.done:
                     break
-                news = await self._box.take()
             last = self._writer.end().encode() + DONE
         except ApiError as error:
             last = f"data: {to_json(error.body)}\n\n".encode() + DONE

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import RequestMetrics, RequestOutput
 from yocolm.server import metrics
+from yocolm.server.engine_view import KINDS, EngineView
 from yocolm.server.metrics import Gauge, ReadCounter, Registry
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _PHASES = {
     "cross_decode": "read_seconds",  # the cross-decoder, for the rows that are needed
     "sample": "sample_seconds",  # logits, logprobs and draws
 }
+_SHOWN_TTFTS = 200  # of the last requests, beside what was predicted of them
 _MODEL_PASS = "seconds of the host in each phase of the steps"
 
 
@@ -65,8 +66,28 @@ class Telemetry:
         self._step_rows = histogram(
             "step_read_rows", "rows of a step through the second half", metrics.STEP_TOKENS
         )
+        self._predicted = histogram(
+            "predicted_time_to_first_token_seconds",
+            "as predicted on arrival, of the requests that have begun to answer",
+            metrics.SECONDS_TO_FIRST,
+        )
+        self._error = histogram(
+            "time_to_first_token_prediction_error",
+            "|predicted - actual| / actual of the time to first token",
+            metrics.RATIOS,
+        )
+        self._cache_queries = counter(
+            "prefix_cache_queries_total", "prompt tokens looked up in the prefix cache"
+        )
+        self._cache_hits = counter(
+            "prefix_cache_hits_total", "prompt tokens whose state was in the prefix cache"
+        )
+        # Of the last requests: when their first token came, on the clock of time.monotonic, and
+        # after how many seconds it was predicted to come, and came.
+        self.first_tokens: deque[tuple[float, float | None, float]] = deque(maxlen=_SHOWN_TTFTS)
         self._seen = (0, 0)
         _register_engine(registry, engine)
+        _register_pools(registry, EngineView(engine))
 
     def stepped(self) -> None:
         """A step has been run. Called in the engine's thread."""
@@ -81,18 +102,34 @@ class Telemetry:
         for sample in output.outputs:
             job.finish_reason = sample.finish_reason or job.finish_reason
         served = output.finished and output.error is None  # embeddings, say, draw nothing
-        if job.first_token is None and (new or served):
+        if not job.begun and (new or served):
+            job.begun, job.num_cached = True, output.num_cached_tokens
             self._prompt_tokens.add(len(job.ids))
+            self._cache_queries.add(len(job.ids))
+            self._cache_hits.add(job.num_cached)
         if not new:
             return
         if job.first_token is None:
             job.first_token = now
-            self._to_first.observe(now - job.arrival)
+            self._first_token(job, now - job.arrival)
         elif job.last_token is not None:
             self._between.observe(now - job.last_token)
         job.last_token = now
         job.num_output += new
         self._output_tokens.add(new)
+
+    def _first_token(self, job: Job, seconds: float) -> None:
+        self._to_first.observe(seconds)
+        predicted = job.predicted_ttft
+        if predicted is not None:
+            self._predicted.observe(predicted)
+            self._error.observe(abs(predicted - seconds) / max(seconds, 1e-6))
+        self.first_tokens.append((job.arrival + seconds, predicted, seconds))
+
+    def cache_totals(self) -> dict[str, int]:
+        """Prompt tokens so far, and those of them that were in the prefix cache."""
+        names = {"prompt": self._cache_queries, "cached": self._cache_hits}
+        return {name: int(counter.value) for name, counter in names.items()}
 
     def finished(
         self, job: Job, reason: str, now: float, times: RequestMetrics | None = None
@@ -122,13 +159,14 @@ def about(job: Job, now: float | None = None, **more: Any) -> dict[str, Any]:
         fields["seconds"] = round(now - job.arrival, 4)
     if job.first_token is not None:
         fields["first_token_seconds"] = round(job.first_token - job.arrival, 4)
+    if job.predicted_ttft is not None:
+        fields["predicted_first_token_seconds"] = round(job.predicted_ttft, 4)
     return fields
 
 
 def _register_engine(registry: Registry, engine: Engine) -> None:
     """Numbers that the engine keeps: read when they are shown, from another thread."""
-    scheduler, stats, state = engine.scheduler, engine.runner.stats, engine.runner.state
-    pages, slots = scheduler.page_pool, scheduler.slot_pool
+    scheduler, stats = engine.scheduler, engine.runner.stats
     register = registry.register
     register(
         "num_requests_running",
@@ -141,11 +179,6 @@ def _register_engine(registry: Registry, engine: Engine) -> None:
         Gauge(lambda: len(scheduler.waiting)),
     )
     register("num_preemptions_total", "so far", ReadCounter(lambda: scheduler.num_preemptions))
-    register(
-        "kv_cache_usage_perc",
-        "pages of the global KV in use, 1 is all",
-        Gauge(lambda: 1 - pages.num_free / max(1, pages.capacity)),
-    )
     register("engine_steps_total", "so far", ReadCounter(lambda: scheduler.num_steps))
     register(
         "write_tokens_total",
@@ -169,27 +202,30 @@ def _register_engine(registry: Registry, engine: Engine) -> None:
             ReadCounter(lambda name=name: getattr(stats, name)),
             phase=phase,
         )
-    kinds = {
-        "global_kv": ([t for pair in state.pages for t in pair], pages),
-        "window": ([t for pair in state.rings for t in pair], slots),
-        "recurrent": (list(state.recurrent), slots),
+
+
+def _register_pools(registry: Registry, view: EngineView) -> None:
+    """The kinds of state: what sequences hold, what is kept for later ones, what there is."""
+
+    def share() -> float:
+        usage = view.usage()
+        return usage.pages_used / max(1, usage.num_pages)
+
+    registry.register(
+        "kv_cache_usage_perc",
+        "pages of the global KV that sequences hold, 1 is all",
+        Gauge(share),
+    )
+    amounts = {
+        "pool_bytes": ("bytes of each kind of state that sequences hold", "used"),
+        "pool_kept_bytes": ("bytes of each kind of state that only the prefix cache holds", "kept"),
+        "pool_capacity_bytes": ("bytes of each kind of state that there are", "capacity"),
     }
-    for kind, (tensors, owners) in kinds.items():
-        each = sum(_bytes_each(tensor) for tensor in tensors)
-        register(
-            "pool_bytes",
-            "bytes of each kind of state in use",
-            Gauge(lambda e=each, o=owners: e * (o.capacity - o.num_free)),
-            pool=kind,
-        )
-        register(
-            "pool_capacity_bytes",
-            "bytes of each kind of state that there are",
-            Gauge(lambda e=each, o=owners: e * o.capacity),
-            pool=kind,
-        )
-
-
-def _bytes_each(tensor: torch.Tensor) -> int:
-    """Bytes of one page or slot of a pool."""
-    return tensor[0].numel() * tensor.element_size()
+    for name, (meaning, amount) in amounts.items():
+        for kind in KINDS:
+            registry.register(
+                name,
+                meaning,
+                Gauge(lambda k=kind, a=amount: getattr(view.pool(k), a)),
+                pool=kind,
+            )
