@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import NoReturn
 
 MODEL_HELP = "a folder, `bundled`, a Hugging Face id, or `random:PRESET` for seeded random weights"
@@ -72,6 +73,17 @@ def sizes(value: str) -> list[int]:
 
 def texts(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def positive(value: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        _bad(value, "a number above 0")
+    return number
 
 
 def token_ids(value: str) -> list[int]:

@@ -13,6 +13,11 @@ from yocolm.bench.op_cases import all_cases
 from yocolm.bench.ops import measure_ops, ops_table
 from yocolm.bench.peers import PeerSpec, Workload, measure_peers, peer_spec, peers_table
 from yocolm.bench.report import machine, plot_peers, pyplot, save_json
+from yocolm.bench.serving import Sweep, measure_serving
+from yocolm.bench.serving_report import report, report_of, serving_table
+from yocolm.bench.traces import MIXES, scaled
+from yocolm.engine.settings import EngineSettings
+from yocolm.engine.trace import Trace, read_trace
 from yocolm.errors import ConfigError
 from yocolm.models.registry import load_config
 
@@ -24,8 +29,23 @@ VLLM_MODES = {  # name: (fast prefill, eager)
 }
 
 
+MIX_PROMPTS = 100  # requests of a mix, unless set
+_SERVING = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kv_memory",
+    "fast_prefill",
+)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    return {"ops": _ops, "offline": _offline, "peers": _peers}[arguments.kind](arguments)
+    return {
+        "ops": _ops,
+        "offline": _offline,
+        "peers": _peers,
+        "serving": _serving,
+    }[arguments.kind](arguments)
 
 
 def _say(text: str) -> None:
@@ -66,6 +86,57 @@ def _offline(arguments: argparse.Namespace) -> int:
     )
     _finish(result, offline_table(result), arguments.json)
     return 0
+
+
+def _serving(arguments: argparse.Namespace) -> int:
+    _check_output(arguments.html)
+    _check_output(arguments.json)
+    if arguments.from_json is not None:
+        arguments.html.write_text(report_of(arguments.from_json), encoding="utf-8")
+        _say(f"wrote {arguments.html}")
+        return 0
+    trace, name = _trace(arguments)
+    settings = {key: getattr(arguments, key) for key in _SERVING}
+    result = measure_serving(
+        arguments.model,
+        arguments.dtype,
+        arguments.device,
+        trace,
+        name,
+        settings=EngineSettings(**{k: v for k, v in settings.items() if v is not None}),
+        threads=arguments.threads,
+        max_concurrency=arguments.max_concurrency,
+        seed=arguments.seed,
+        sweep=None
+        if arguments.no_sweep
+        else Sweep(
+            tuple(arguments.sweep_concurrency),
+            arguments.sweep_prompt_lengths and tuple(arguments.sweep_prompt_lengths),
+            arguments.sweep_decode,
+            arguments.sweep_repeats,
+        ),
+        say=_say,
+    )
+    _finish(result, serving_table(result), arguments.json)
+    arguments.html.write_text(report(result), encoding="utf-8")
+    _say(f"wrote {arguments.html}")
+    return 130 if result["interrupted"] else 1 if result["summary"]["failed"] else 0
+
+
+def _trace(arguments: argparse.Namespace) -> tuple[Trace, str]:
+    """The requests, and what is said of them."""
+    if arguments.trace is not None:
+        trace, name = read_trace(arguments.trace), arguments.trace.name
+    else:
+        trace, name = MIXES[arguments.mix](arguments.seed), f"the mix {arguments.mix}"
+        if arguments.num_prompts is None:
+            trace = trace[:MIX_PROMPTS]
+    trace = scaled(trace, arguments.length_scale, arguments.request_rate, arguments.num_prompts)
+    if arguments.length_scale != 1:
+        name += f", lengths x {arguments.length_scale:g}"
+    if arguments.request_rate is not None:
+        name += f", {arguments.request_rate:g} requests/s"
+    return trace, name
 
 
 def _peers(arguments: argparse.Namespace) -> int:

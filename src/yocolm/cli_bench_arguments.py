@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from yocolm.cli_arguments import DTYPES, add_model, size, sizes, texts
+from yocolm.cli_arguments import DTYPES, add_model, add_place, positive, size, sizes, texts, whole
 
 Commands = argparse._SubParsersAction  # noqa: SLF001  (argparse has no public name for it)
 
@@ -33,6 +33,7 @@ def add_bench(commands: Commands) -> None:
     _add_workload(offline)
     _add_measuring(offline)
     _add_bench_peers(kinds)
+    _add_bench_serving(kinds)
 
 
 def _add_bench_peers(kinds: Commands) -> None:
@@ -61,6 +62,87 @@ def _add_bench_peers(kinds: Commands) -> None:
     _add_measuring(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a plot (needs matplotlib)")
     parser.add_argument("--timeout", type=size, default=900, metavar="S", help="for one answer")
+
+
+def _add_bench_serving(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "serving",
+        help="a trace of requests in real time, and a report in HTML",
+        description="Replay a trace on an engine in this process, in real time, then measure TTFT "
+        "and TPOT over concurrency and prompt length with fast prefill on and off. Writes a "
+        "report as one HTML file. Prompts are made up from token ids; answers go on to the length "
+        "that the trace says. Ctrl-C ends the replay; the report then holds what came so far.",
+    )
+    add_model(parser)
+    load = parser.add_argument_group("load")
+    what = load.add_mutually_exclusive_group()
+    what.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="CSV with arrival (seconds), prompt_tokens, output_tokens; if wanted session, "
+        "shared_prefix, priority, ttft_target, tpot_target",
+    )
+    what.add_argument(
+        "--mix",
+        choices=("uniform", "long-short", "agent"),
+        default="uniform",
+        help="requests drawn by --seed, one a second",
+    )
+    load.add_argument("--request-rate", type=positive, metavar="R", help="requests a second")
+    load.add_argument("--num-prompts", type=size, metavar="N", help="the first N requests only")
+    load.add_argument(
+        "--length-scale", type=positive, default=1.0, metavar="X", help="multiplies all lengths"
+    )
+    load.add_argument(
+        "--max-concurrency", type=size, metavar="N", help="requests in the engine at once"
+    )
+    load.add_argument("--seed", type=whole, default=0, metavar="S", help="of mix and prompts")
+    add_place(parser)
+    _add_serving_engine(parser.add_argument_group("engine"))
+    sweep = parser.add_argument_group("sweep")
+    sweep.add_argument(
+        "--sweep-concurrency",
+        type=sizes,
+        default=[1, 4, 16],
+        metavar="NS",
+        help="requests at once (default: 1,4,16)",
+    )
+    sweep.add_argument(
+        "--sweep-prompt-lengths",
+        type=sizes,
+        metavar="NS",
+        help="default: those of 128,512,2K that fit the model",
+    )
+    sweep.add_argument("--sweep-decode", type=size, default=16, metavar="N", help="new tokens")
+    sweep.add_argument("--sweep-repeats", type=size, default=2, metavar="N", help="rounds")
+    sweep.add_argument("--no-sweep", action="store_true", help="leave the sweep out")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--html", type=Path, default=Path("serving.html"), metavar="FILE", help="the report"
+    )
+    output.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
+    output.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="only write the report of a saved run"
+    )
+
+
+def _add_serving_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-num-seqs", type=size, metavar="N", help="sequences at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=size, metavar="N", help="tokens in one step"
+    )
+    group.add_argument("--max-model-len", type=size, metavar="N", help="prompt and output")
+    group.add_argument("--kv-memory", metavar="SIZE", help="memory for state, such as 2GiB")
+    group.add_argument(
+        "--fast-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prompt tokens that need no logits skip the second half",
+    )
+    group.add_argument(
+        "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
+    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
