@@ -77,7 +77,7 @@ def test_sizes_without_room_are_refused() -> None:
 def test_random_use_leaks_nothing() -> None:
     draw = random.Random(1)
     space, blocks, places = SwapSpace(40, 6), set[int](), set[int]()
-    for _ in range(5000):
+    for _ in range(1500):
         if draw.random() < 0.5:
             count = draw.randint(0, 8)
             got = space.alloc_blocks(count)

@@ -123,7 +123,10 @@ class SwapStore(Mover):
         self._mover.close()
 
     def measure(self) -> Rates:
-        """Bytes a second out and back in, tried in less than 0.3 s, beside what is stored."""
+        """Bytes a second out and back in, tried in less than 0.3 s, beside what is stored.
+
+        That is with nothing else to do: steps that use all cores leave about 0.8 GB/s.
+        """
         return Rates(*self._mover.measure())
 
 
