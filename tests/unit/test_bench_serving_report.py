@@ -128,7 +128,7 @@ def test_a_long_run_makes_no_large_file(long_run: dict[str, Any]) -> None:
     ("options", "words"),
     [
         ({"predicts": False}, "Nothing was predicted in this run."),
-        ({"windows": False}, "This model has none."),
+        ({"windows": False}, "This model has no windows."),
         ({"sweep": False}, "Setup"),
         ({"num_steps": 1, "num_requests": 1}, "1 request in"),
         ({"num_steps": 40}, "bars are as wide as the step was long"),
@@ -227,3 +227,11 @@ def test_areas_and_lines_are_where_the_axes_say() -> None:
     assert 'd="M0 750H400V500H800M1200 0H2000"' in text
     assert 'd="M1000 500h0M2000 500h0"' in text
     assert 'aria-label="a chart"' in text
+    chart = Chart(linear(0, 10), linear(0, 4), "a chart")
+    chart.under("c1", [(0, 1), (5, 3), (10, 4)])
+    chart.under("c1", [])
+    chart.mark("target", 5, "here", row=1)
+    text = chart.html()
+    assert 'd="M0 750L1000 250L2000 0L2000 1000L0 1000Z"' in text
+    assert 'd="M1000 0V1000"' in text and "left:50.00%;top:16px" in text
+    assert text.count('class="area c1"') == 1

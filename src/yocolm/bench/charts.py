@@ -94,14 +94,14 @@ def linear(
     return Axis(low, high, tuple((value, text(value)) for value in values))
 
 
-def clock(begin: float, end: float) -> Axis:
+def clock(begin: float, end: float, count: int = 6) -> Axis:
     """An axis of time in seconds, its ticks in seconds, minutes or hours as it is long."""
     size, unit = next(
         (size, unit)
         for size, unit in ((1, "s"), (60, "min"), (3600, "h"))
         if end <= 180 * size or unit == "h"
     )
-    plain = linear(begin / size, max(end, begin + 1e-6) / size, str, 6)
+    plain = linear(begin / size, max(end, begin + 1e-6) / size, str, count)
     values = [value for value, _ in plain.ticks]
     step = values[1] - values[0] if len(values) > 1 else 1.0
     places = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -161,6 +161,12 @@ class Chart:
         )
         self._path(f"area {kind}", path)
 
+    def under(self, kind: str, points: Points) -> None:
+        """What is below a line."""
+        path = _joined(self._at(x, y) for x, y in points)
+        first, last = path[1:].split(" ")[0], path.split("L")[-1].split("M")[-1].split(" ")[0]
+        self._path(f"area {kind}", path and f"{path}L{last} {HEIGHT}L{first} {HEIGHT}Z")
+
     def line(self, kind: str, points: Points) -> None:
         self._path(f"line {kind}", _joined(self._at(x, y) for x, y in points))
 
@@ -178,13 +184,13 @@ class Chart:
         places = dict.fromkeys(self._at(x, y) for x, y in points)
         self._path(f"dots {kind}", "".join(f"M{x} {y}h0" for x, y in places))
 
-    def mark(self, kind: str, x: float, text: str = "") -> None:
-        """An upright line, with a word at its top."""
+    def mark(self, kind: str, x: float, text: str = "", row: int = 0) -> None:
+        """An upright line, with a word at its top, or so many rows below that."""
         at, _ = self._at(x, self.y.low)
         self._path(f"mark {kind}", f"M{at} 0V{HEIGHT}")
         if text:
             side = "end" if at > 0.7 * WIDTH else "start"
-            style = f"left:{100 * at / WIDTH:.2f}%"
+            style = f"left:{100 * at / WIDTH:.2f}%;top:{2 + 14 * row}px"
             self._notes.append(f'<span class="note {side}" style="{style}">{escape(text)}</span>')
 
     def _at(self, x: float, y: float) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from yocolm.bench.charts import (
     Axis,
     Chart,
     bytes_text,
+    clock,
     count_text,
     escape,
     legend,
@@ -156,7 +157,8 @@ def _overview(result: dict[str, Any]) -> str:
     if found["step_error"]:
         more = f"TTFT {percent_text(found['ttft_error']['mape'])}" if found["ttft_error"] else ""
         tile(percent_text(found["step_error"]["mape"]), "error of predicted steps", more)
-    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+    columns = 3 if len(tiles) in (5, 6) else 4
+    return f'<dl class="tiles in{columns}">{"".join(tiles)}</dl>'
 
 
 def _rate(value: float) -> str:
@@ -174,9 +176,10 @@ def _latencies(result: dict[str, Any]) -> str:
     for name, (short, about) in LATENCIES.items():
         if not found[name]:
             continue
-        parts.append(
-            card(short, about.capitalize(), _distribution(short, sorted(values[name]), found[name]))
-        )
+        targets = set(requests.get(f"{name}_target", ()))
+        target = targets.pop() if len(targets) == 1 else None
+        curve = _distribution(short, sorted(values[name]), found[name], target)
+        parts.append(card(short, about.capitalize(), curve))
         columns = ("mean", "p50", "p90", "p99", "max")
         rows.append(
             [short, *(seconds_text(found[name][c]) for c in columns), f"{found[name]['count']:,}"]
@@ -190,22 +193,63 @@ def _latencies(result: dict[str, Any]) -> str:
         ]
     )
     head = ["", "mean", "p50", "p90", "p99", "max", "count"]
-    return f'{key}<div class="grid two">{"".join(parts)}</div>{table(head, rows)}'
+    numbers = table(head, rows)
+    more = f'<div class="grid two after">{_by_request(requests)}</div>'
+    return f'{key}<div class="grid two">{"".join(parts)}</div>{numbers}{more}'
 
 
-def _distribution(name: str, ordered: Sequence[float], found: dict[str, float]) -> str:
+def _distribution(
+    name: str, ordered: Sequence[float], found: dict[str, float], target: float | None
+) -> str:
     low = max(ordered[0], found["max"] / 1e6, 1e-9)
     within = ", ".join(f"{p} % within {seconds_text(found[f'p{p}'])}" for p in PERCENTILES)
     x = logarithmic(low, found["max"], seconds_text)
     chart = Chart(x, linear(0, 1, percent_text, 4), f"{name}: {within}")
-    count = min(CURVE, max(len(ordered), 2))
-    points = [(quantile(ordered, i / (count - 1)), i / (count - 1)) for i in range(count)]
-    shares = [(a[0], b[0], 0.0, a[1]) for a, b in zip(points, points[1:], strict=False)]
-    chart.area("soft", shares)
-    chart.line("used", points)
-    for percent in PERCENTILES:
-        chart.mark("percentile", found[f"p{percent}"], f"p{percent}")
+    curve = _curve(ordered)
+    chart.under("soft", curve)
+    chart.line("used", curve)
+    for row, percent in enumerate(PERCENTILES):
+        chart.mark("percentile", found[f"p{percent}"], f"p{percent}", row)
+    if target is not None and x.low <= target <= x.high:
+        chart.mark("target", target, "target", len(PERCENTILES))
     return chart.html()
+
+
+def _curve(ordered: Sequence[float]) -> list[tuple[float, float]]:
+    """(value, share of all up to it): a stair for each value, or of many a line through CURVE."""
+    count = len(ordered)
+    if count > CURVE:
+        return [(quantile(ordered, i / (CURVE - 1)), i / (CURVE - 1)) for i in range(CURVE)]
+    stairs = [((i + up) / count, value) for i, value in enumerate(ordered) for up in (0, 1)]
+    return [(value, share) for share, value in stairs]
+
+
+def _by_request(requests: dict[str, list[Any]]) -> str:
+    """TTFT over what it may depend on: the length of the prompt, and when the request came."""
+    found = [
+        (prompt, arrival, ttft)
+        for prompt, arrival, ttft in zip(
+            requests["prompt_tokens"], requests["arrival"], requests["ttft"], strict=True
+        )
+        if ttft
+    ]
+    if not found:
+        return ""
+    times, prompts = [row[2] for row in found], [row[0] for row in found]
+    y = logarithmic(min(times) / 1.1, max(times) * 1.1, seconds_text)
+    by_length = Chart(
+        logarithmic(min(prompts), max(prompts), count_text), y, "TTFT over prompt length"
+    )
+    by_time = Chart(clock(0, max(row[1] for row in found)), y, "TTFT over time of arrival")
+    for chart, points in (
+        (by_length, [(prompt, ttft) for prompt, _, ttft in found]),
+        (by_time, [(arrival, ttft) for _, arrival, ttft in found]),
+    ):
+        for size, places in dense(chart, points).items():
+            chart.dots(f"c1 {size}", places)
+    return card(
+        "TTFT and the prompt", "Each request by the tokens of its prompt.", by_length.html()
+    ) + card("TTFT over time", "Each request by when it came.", by_time.html())
 
 
 def _forecasts(result: dict[str, Any]) -> str:
@@ -271,7 +315,8 @@ def _scatter(title: str, groups: dict[str, list[tuple[float, float]]]) -> str:
     for kind, factor in (("band", 1.1), ("band", 1 / 1.1), ("diagonal", 1.0)):
         chart.line(kind, [(end, end * factor) for end in _inside(ends, factor)])
     for kind, pairs in groups.items():
-        for size, places in _dense(axis, pairs).items():
+        points = [(actual, predicted) for predicted, actual in pairs]
+        for size, places in dense(chart, points).items():
             chart.dots(f"{kind} {size}", places)
     return chart.html(("actual", "predicted"))
 
@@ -282,13 +327,13 @@ def _inside(ends: tuple[float, float], factor: float) -> tuple[float, float]:
     return max(low, low / factor), min(high, high / factor)
 
 
-def _dense(axis: Axis, pairs: list[tuple[float, float]]) -> dict[str, list[tuple[float, float]]]:
-    """(actual, predicted) once for each cell of a grid, by how many fall into it."""
+def dense(chart: Chart, points: list[tuple[float, float]]) -> dict[str, list[tuple[float, float]]]:
+    """Points once for each cell of a grid over ``chart``, by how many fall into it."""
     cells: dict[tuple[int, int], tuple[float, float]] = {}
     counts: Counter[tuple[int, int]] = Counter()
-    for predicted, actual in pairs:
-        cell = (round(CELLS * axis.place(actual)), round(CELLS * axis.place(predicted)))
-        cells.setdefault(cell, (actual, predicted))
+    for x, y in points:
+        cell = (round(CELLS * chart.x.place(x)), round(CELLS * chart.y.place(y)))
+        cells.setdefault(cell, (x, y))
         counts[cell] += 1
     busiest = max(counts.values(), default=1)
     sizes: dict[str, list[tuple[float, float]]] = {}

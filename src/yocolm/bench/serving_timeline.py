@@ -18,6 +18,7 @@ from yocolm.bench.charts import (
     linear,
     percent_text,
     seconds_text,
+    table,
 )
 from yocolm.bench.recording import PHASES
 
@@ -30,6 +31,7 @@ PHASE_NAMES = {
 }
 MAX_BARS = 320  # of a chart over time: more steps are put together
 DETAIL = 200  # steps that are shown one by one
+LONGEST = 8
 
 
 class Timeline:
@@ -97,7 +99,7 @@ def pools_section(result: dict[str, Any], timeline: Timeline) -> str:
     page, window, recurrent = (
         pools[name] for name in ("page_bytes", "window_bytes", "recurrent_bytes")
     )
-    parts = []
+    parts, absent = [], []
     kinds = (
         ("Global KV", "pages", page, f"pages of {pools['page_size']} tokens"),
         ("Windows", "slots", window, "slots, one a sequence"),
@@ -105,13 +107,14 @@ def pools_section(result: dict[str, Any], timeline: Timeline) -> str:
     )
     for title, unit, size, what in kinds:
         if not size:
-            parts.append(card(title, "This model has none."))
+            absent.append(title.lower())
             continue
         count = result[f"num_{unit}"]
         about = f"{count:,} {what}, {bytes_text(size)} each: {bytes_text(count * size)} in all"
         parts.append(card(title, about, _pool_chart(title, unit, size, count, timeline)))
     key = legend([("used", "in use"), ("kept", "kept by the prefix cache"), ("free", "free")])
-    return f'{key}<div class="grid three">{"".join(parts)}</div>{_swapped(pools, timeline)}'
+    none = f'<p class="aside">This model has no {" and no ".join(absent)}.</p>' if absent else ""
+    return f'{key}<div class="grid three">{"".join(parts)}</div>{none}{_swapped(pools, timeline)}'
 
 
 def _pool_chart(title: str, unit: str, size: int, count: int, timeline: Timeline) -> str:
@@ -123,7 +126,7 @@ def _pool_chart(title: str, unit: str, size: int, count: int, timeline: Timeline
         f" and {bytes_text(size * most)} with what is kept, of {bytes_text(top)}"
     )
     y = Axis(0, top, tuple((share * top, bytes_text(share * top)) for share in (0, 0.5, 1)))
-    chart = Chart(clock(0, timeline.end), y, says)
+    chart = Chart(clock(0, timeline.end, 4), y, says)
     levels = [
         (u * size, (u + k) * size, (b, e)) for u, k, (b, e) in zip(used, kept, spans, strict=True)
     ]
@@ -183,13 +186,31 @@ def phases_section(timeline: Timeline) -> str:
     )
     parts = [key]
     parts.append(card("Where the time went", "Share of the time by phase.", _shares(timeline)))
-    parts.append(card("Steps", whole, _bars(timeline, "mean")))
+    parts.append(card("Steps", whole, _bars(timeline, "mean" if many else "step")))
     if many:
         detail = detail_of(timeline)
         steps = len(detail.groups)
         about = f"The {steps} steps of the busiest stretch, each a bar as wide as it was long."
         parts.append(card("Step by step", about, _bars(detail, "step", detail.steps["at"][0])))
-    return "".join(parts)
+    return "".join(parts) + _longest(timeline)
+
+
+def _longest(timeline: Timeline) -> str:
+    """The steps that took most, and what they did."""
+    steps = timeline.steps
+    order = sorted(range(len(steps["at"])), key=lambda i: -steps["seconds"][i])[:LONGEST]
+    predicted = [sum(v) for v in zip(*(steps[f"predicted.{name}"] for name in PHASES), strict=True)]
+    rows = [
+        [
+            seconds_text(steps["at"][i]),
+            seconds_text(steps["seconds"][i]),
+            seconds_text(predicted[i]) if predicted[i] else "-",
+            *(f"{steps[name][i]:,.0f}" for name in ("tokens", "rows", "chunks", "sequences")),
+        ]
+        for i in order
+    ]
+    head = ["at", "took", "predicted", "tokens", "rows", "chunks", "sequences"]
+    return f"<h3>The longest steps</h3>{table(head, rows)}"
 
 
 def detail_of(timeline: Timeline, size: int = DETAIL) -> Timeline:
