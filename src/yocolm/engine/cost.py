@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DECODES = 8  # decodes of a step, to say what one of several costs
 BUDGET = 2048  # tokens of a whole chunk
-COMMIT = 50_000.0  # bytes that take as long as looking whether a store has anything staged
+COMMIT = 3e5  # bytes that take as long as moving single tokens into a ring
 SWAP_START = 1e-3  # seconds until a swap has begun
 
 # Online refinement: how far a step moves what is known, and how far that may go.
@@ -103,7 +103,7 @@ class CostModel:
         recurrent = sum(store.bytes_per_slot(dtype_bytes) for store in spec.recurrent_stores)
         self._state = 2.0 * recurrent
         self._slot = float(spec.slot_bytes(dtype_bytes))
-        self._commit = COMMIT * (len(spec.window_stores) + len(spec.recurrent_stores))
+        self._commit = COMMIT * len(spec.window_stores)
         self._writers = Mixing(spec.write_mixers)
         self._readers = Mixing(spec.read_mixers)
         self._set_rates(hardware)
@@ -126,6 +126,7 @@ class CostModel:
             1.0,
         ]
         self._slowest = tuple(self._slow)
+        self._mixing = len(spec.write_mixers) * hardware.mixing_seconds
 
     # Loads
 
@@ -208,17 +209,17 @@ class CostModel:
         the second half, of the logits; the draws; outside the model."""
         kv, state, attention, finalize, draw, _, cold = self._slow
         window = load.window_bytes * kv
-        wm = self._write.seconds[0] + load.kv_bytes_write * kv + load.state_bytes * state
-        wm += window * self._window_write
-        wc = self._write.at(load.tokens) + load.write_flops * attention
+        wm, wc = self._write.at(load.tokens)
+        wm += load.kv_bytes_write * kv + load.state_bytes * state + window * self._window_write
+        wc += load.write_flops * attention + load.chunks * self._mixing
         f = (load.chunks * self._slot + self._commit) * finalize
         rm = rc = lm = lc = 0.0
         if load.rows:
-            rm = self._read.seconds[0] + load.kv_bytes_read * kv
-            rm += window * (1 - self._window_write)
-            rc = self._read.at(load.rows) + load.read_flops * attention
+            rm, rc = self._read.at(load.rows)
+            rm += load.kv_bytes_read * kv + window * (1 - self._window_write)
+            rc += load.read_flops * attention
         if load.logits:
-            lm, lc = self._logits.seconds[0], self._logits.at(load.logits)
+            lm, lc = self._logits.at(load.logits)
         d = load.draws * draw
         if load.chunks:
             rm, lm, d = rm * cold, lm * cold, d * cold
@@ -235,11 +236,11 @@ class CostModel:
         whole, rest = divmod(count, BUDGET)
         hardware, table = self.hardware, self._write
         seconds = self._slow[ATTENTION] * self._writers.flops(start, stop)
-        seconds += whole * (table.at(BUDGET) + table.seconds[0])
+        seconds += whole * sum(table.at(BUDGET))
         if rest:
-            seconds += table.at(rest) + table.seconds[0]
+            seconds += sum(table.at(rest))
         each = hardware.step_seconds + hardware.sequence_seconds + hardware.chunk_seconds
-        each = each * self._slow[OVERHEAD] + self._state * self._slow[STATE]
+        each = each * self._slow[OVERHEAD] + self._state * self._slow[STATE] + self._mixing
         seconds += count * hardware.token_seconds * self._slow[OVERHEAD]
         return seconds + (whole + (rest > 0)) * each
 

@@ -10,47 +10,59 @@ from yocolm.engine.hardware import Curve, Hardware
 from yocolm.models.spec import RETENTION_CHUNK, Mixer, ModelSpec, visible_tokens
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a step
+MOVED = 8  # tokens up to which a linear waits for its weights
 FARTHEST = 32.0  # how many times what was measured, or a part of it, anything may become
 
 
 class Table:
     """Seconds of a part of the model by tokens: ascending, linear in between and beyond."""
 
-    __slots__ = ("seconds", "tokens", "_first")
+    __slots__ = ("seconds", "tokens", "_first", "_moved")
 
     def __init__(self, curve: Curve) -> None:
         self.tokens = [tokens for tokens, _ in curve]
         self.seconds = [seconds for _, seconds in curve]
-        for i in range(1, len(curve)):
-            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
+        for i in range(len(curve) - 2, -1, -1):  # a time that is too long was disturbed
+            self.seconds[i] = min(self.seconds[i], self.seconds[i + 1])
         self._first = tuple(self.seconds)
+        self._moved = bisect_right(self.tokens, MOVED) - 1
 
-    def at(self, tokens: int) -> float:
-        """Seconds of the arithmetic; those of one token, bound by memory, are ``seconds[0]``."""
+    def at(self, tokens: int) -> tuple[float, float]:
+        """Seconds that are bound by memory, and those of more tokens, by arithmetic."""
         known, seconds = self.tokens, self.seconds
+        most = seconds[self._moved]
         if tokens <= known[0]:
-            return 0.0
-        i = min(bisect_right(known, tokens), len(known) - 1)
+            return seconds[0], 0.0
+        i = bisect_right(known, tokens)
+        if i == len(known):
+            if i == 1:
+                return most, 0.0
+            i -= 1
         low, base = known[i - 1], seconds[i - 1]
-        slope = (seconds[i] - base) / (known[i] - low)
-        return base + (tokens - low) * slope - seconds[0]
+        whole = base + (tokens - low) * (seconds[i] - base) / (known[i] - low)
+        return (whole, 0.0) if whole <= most else (most, whole - most)
 
     def scale(self, tokens: int, change: float) -> None:
         """Change the logarithms of the points about ``tokens``."""
         known, last = self.tokens, len(self.tokens) - 1
         i = min(bisect_right(known, tokens), last)
-        share = min(1.0, max(0.0, (tokens - known[i - 1]) / (known[i] - known[i - 1])))
-        for place, weight in ((i - 1, 1 - share), (i, share)):
+        if i == 0:
+            points: tuple[tuple[int, float], ...] = ((0, 1.0),)
+        else:
+            share = min(1.0, max(0.0, (tokens - known[i - 1]) / (known[i] - known[i - 1])))
+            points = ((i - 1, 1 - share), (i, share))
+        for place, weight in points:
             value = self._kept(place, self.seconds[place] * math.exp(change * weight))
             low = self.seconds[place - 1] if place else 0.0
             high = self.seconds[place + 1] if place < last else math.inf
             self.seconds[place] = min(max(value, low), high)
 
     def multiply(self, memory: float, compute: float) -> None:
-        """Change what one token takes, and what more of them add."""
-        least = self.seconds[0]
+        """Change both parts of all points."""
+        most = self.seconds[self._moved]
         for place, seconds in enumerate(self.seconds):
-            value = self._kept(place, memory * least + compute * (seconds - least))
+            part = min(seconds, most)
+            value = self._kept(place, memory * part + compute * (seconds - part))
             self.seconds[place] = max(value, self.seconds[place - 1]) if place else value
 
     def _kept(self, place: int, value: float) -> float:

@@ -41,7 +41,8 @@ class Hardware:
     attention_rate: FLOP/s of the attention (or retention) of chunks.
     step_seconds, sequence_seconds, chunk_seconds, token_seconds: outside the model, a step, and in
         it each sequence, each entry of several tokens and each token of those.
-    layer_seconds: of a layer, whatever it computes.
+    layer_seconds, mixing_seconds: of a layer, whatever it computes, and what its first half's token
+        mixing adds to it for every entry of several tokens.
     draw_seconds: a token drawn, beside its logits; draw_elements: logits a second that draws pass.
     swap_bandwidth: bytes a second to where preempted state goes; memory_bytes: of the device.
     model: ``fingerprint`` of the model that the tables hold for; write_table, read_table,
@@ -62,6 +63,7 @@ class Hardware:
     chunk_seconds: float
     token_seconds: float
     layer_seconds: float
+    mixing_seconds: float
     draw_seconds: float
     draw_elements: float
     swap_bandwidth: float
