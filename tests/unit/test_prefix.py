@@ -1,5 +1,7 @@
 """The prefix cache, rule by rule: what is found, and what is kept."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -170,6 +172,44 @@ class TestReferences:
         world.cache.clear()
         with pytest.raises(AssertionError, match="out of date"):
             world.cache.take(match)
+
+
+class TestNoRoom:
+    def test_put_back_undoes_take(self, world: World) -> None:
+        world.put("abcdefgh")
+        before = world.cache.num_evictable, replace(world.cache.stats)
+        match = world.match("abcdefghi")
+        world.cache.take(match)
+        world.cache.put_back(match)
+        assert (world.cache.num_evictable, world.cache.stats) == before
+        world.cache.check()
+
+    @pytest.mark.parametrize("text", ["abcdef", "abcdefgh", "abc"])
+    def test_adopted_state_is_the_callers(self, world: World, text: str) -> None:
+        slot = world.put(text)
+        match = world.match(text + "X")
+        held = world.cache.take(match)
+        assert match.slot == slot and world.cache.adopt(match)
+        world.cache.check()
+        tail = [] if match.tail_page is None else [match.tail_page]
+        assert (world.cache.num_states, world.match(text + "X").length) == (0, 0)
+        assert world.slots.references(slot or 0) == 1
+        assert [world.pages.references(page) for page in tail] == [1] * len(tail)
+        assert not world.cache.adopt(match)
+        world.end(Seq(held + tail))
+        world.cache.clear()
+        assert world.pages.num_free == world.pages.capacity
+
+    def test_state_that_others_need_is_not_adopted(self, world: World) -> None:
+        world.put("abcdef")
+        match = world.match("abcdefg")
+        assert match.slot is not None and match.tail_page is not None
+        for pool, number in ((world.slots, match.slot), (world.pages, match.tail_page)):
+            pool.fork([number])
+            assert not world.cache.adopt(match)
+            pool.free([number])
+        assert world.cache.num_states == 1
+        assert not world.cache.adopt(world.match("XYZ"))
 
 
 class TestExtend:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from yocolm.engine.pages import SCRATCH, PagePool, SlotPool
+from yocolm.engine.prefix_check import check_cache
 from yocolm.engine.prefix_nodes import TOKEN_BYTES, Checkpoint, Cursor, Match, Node, PrefixStats
 from yocolm.engine.prefix_order import Order
 
@@ -125,8 +126,8 @@ class PrefixCache:
     def take(self, match: Match) -> list[int]:
         """Give a sequence references to ``match.pages``, and return these.
 
-        Counts the query: call it once for a miss, too. The tail page and the slot are not held:
-        before anything is reclaimed, refer to them in their pools until they are copied.
+        Counts the query: call it for a miss, too. The tail page and the slot are not held: before
+        anything is reclaimed, refer to them in their pools until they are copied, or ``adopt``.
         """
         assert match.cursor is None or match.cursor.alive, "the match is out of date"
         self.stats.queries += 1
@@ -138,6 +139,32 @@ class PrefixCache:
             self._order.touch(self._checkpoints[match.slot])
         self.hold(match.pages)
         return list(match.pages)
+
+    def put_back(self, match: Match) -> None:
+        """Undo ``take``: there is no room for the sequence, which will ask again."""
+        self.stats.queries -= 1
+        self.stats.query_tokens -= match.num_queried
+        self.stats.hits -= match.length > 0
+        self.stats.hit_tokens -= match.length
+        self.release(match.pages)
+
+    def adopt(self, match: Match) -> bool:
+        """Move the state of a hit to the caller instead of having it copied.
+
+        The references of the cache to ``match.slot`` and ``match.tail_page`` become the caller's,
+        to write to, and the checkpoint is forgotten: for when there is no room for both. False,
+        and nothing, if others refer to them: they are in use, or copies of them are to be made.
+        """
+        checkpoint = None if match.slot is None else self._checkpoints.get(match.slot)
+        if checkpoint is None or self._slots.references(checkpoint.slot) > 1:
+            return False
+        tail_page = checkpoint.tail_page
+        if tail_page is not None and self._pages.references(tail_page) > 1:
+            return False
+        self._slots.fork((checkpoint.slot,))
+        self._pages.fork(() if tail_page is None else (tail_page,))
+        self._drop(checkpoint)
+        return True
 
     def hold(self, pages: Iterable[int]) -> None:
         """Add a reference of a sequence to each of ``pages``."""
@@ -398,42 +425,10 @@ class PrefixCache:
         if self._idle[node.page] and not node.children:
             self._order.put_leaf(node)
 
-    # Integrity
-
     def check(self) -> None:
         """Assert that trie, references, counts and rankings agree (for tests)."""
         self._settle()
-        nodes = list(self._root.below())
-        assert self._num_nodes == len(nodes) == sum(node is not None for node in self._nodes)
-        for node in nodes:
-            references, cached = self._pages.references(node.page), self._cached(node.page)
-            assert self._nodes[node.page] is node and node.alive, "a node is unknown"
-            assert len(node.key) == self._page_size * TOKEN_BYTES, "a key is not of a full page"
-            assert self._idle[node.page] == (references == cached), "a page is idle, or not"
-            assert references >= cached, "a page has lost the reference of the cache"
-            assert node.parent is not None
-            idle_above = self._idle[node.parent.page]  # never of the root
-            assert not idle_above or self._idle[node.page], "in use without the pages above"
-        assert self._num_idle == sum(self._idle) == sum(self._idle[node.page] for node in nodes)
-        tails: dict[int, int] = {}
-        for node in (self._root, *nodes):
-            for tail, checkpoint in node.checkpoints.items():
-                assert self._checkpoints[checkpoint.slot] is checkpoint, "a checkpoint is unknown"
-                assert checkpoint.node is node and checkpoint.tail == tail
-                held = node.depth * self._page_size + len(tail) // TOKEN_BYTES
-                assert checkpoint.num_tokens == held, "a checkpoint is at the wrong place"
-                assert self._slots.references(checkpoint.slot) > 0, "a kept slot is free"
-                if checkpoint.tail_page is not None:
-                    tails[checkpoint.tail_page] = tails.get(checkpoint.tail_page, 0) + 1
-        assert tails == self._tails, "tail pages are miscounted"
-        assert all(self._pages.references(page) >= self._cached(page) for page in tails)
-        checkpoints = {c for node in (self._root, *nodes) for c in node.checkpoints.values()}
-        assert len(self._checkpoints) == len(checkpoints), "a checkpoint is lost"
-        assert set(self._order.states) == checkpoints, "states to evict are lost or foreign"
-        leaves = {node for node in nodes if self._idle[node.page] and not node.children}
-        with_tail = {c for c in checkpoints if c.tail_page is not None}
-        assert set(self._order.pages) == leaves | with_tail, "pages to evict are lost or foreign"
-        self._order.check()
+        check_cache(self)
 
 
 def _bytes(tokens: np.ndarray) -> bytes:
