@@ -1,4 +1,4 @@
-"""The command line: `yocolm generate | serve | chat | train | eval | convert | info | bench`.
+"""The command line: `yocolm generate | serve | chat | train | eval | convert | info | bench | ...`.
 
 Only the parser lives here, so that `yocolm --help` loads nothing heavy; each command imports what
 it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
@@ -26,6 +26,7 @@ from yocolm.cli_arguments import (
     whole,
 )
 from yocolm.cli_bench_arguments import add_bench
+from yocolm.cli_simulate_arguments import add_simulate
 from yocolm.errors import YocolmError
 from yocolm.server import settings
 
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_info(commands)
     add_bench(commands)
+    add_simulate(commands)
     return parser
 
 

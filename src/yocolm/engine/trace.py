@@ -9,8 +9,9 @@ exactly what a trace says, and a prefix cache meets what it would meet in earnes
 from __future__ import annotations
 
 import csv
+import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,23 @@ class TraceRequest:
         return 0 if self.session is None else self.prompt_tokens + self.output_tokens
 
 
+@dataclass(slots=True)
+class Served:
+    """What became of a trace's request. Times are in seconds on the clock of ``arrival``.
+
+    arrival: when it could arrive, later than the trace says if the turn before it ended later.
+    num_cached: prompt tokens that came from the prefix cache. error: why it got no answer.
+    """
+
+    arrival: float
+    first_token: float | None = None
+    ended: float | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+    predicted_ttft: float | None = None
+    error: str | None = None
+
+
 Trace = list[TraceRequest]
 COLUMNS = tuple(field.name for field in fields(TraceRequest))
 
@@ -87,6 +105,17 @@ class Tokens:
             (self._row(line, start, cut), self._row(self._own + index, cut, stop))
         )
 
+    def row(self, index: int, start: int, count: int) -> list[int]:
+        """The same as ``span`` as a list, quick for few tokens of one line."""
+        if count != 1 or self._vocab is not None:
+            return self.span(index, start, start + count).tolist()
+        request = self._trace[index]
+        if start >= request.shared:
+            line = self._own + index
+        else:
+            line = _COMMON if request.session is None else self._lines[request.session]
+        return [(line << 32) + start]
+
     def prompt(self, index: int) -> np.ndarray:
         """The prompt of request ``index``."""
         return self.span(index, 0, self._trace[index].prompt_tokens)
@@ -99,6 +128,42 @@ class Tokens:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         return (mixed % np.uint64(self._vocab - self._first)).astype(np.int64) + self._first
+
+
+class Arrivals:
+    """Which requests of a trace come next: turns of a session one after another."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._next_turn: dict[int, int] = {}
+        self._due: list[tuple[float, int]] = []
+        last: dict[str, int] = {}
+        for index, request in enumerate(trace):
+            before = None if request.session is None else last.get(request.session)
+            if before is None:
+                self._due.append((request.arrival, index))
+            else:
+                self._next_turn[before] = index
+            if request.session is not None:
+                last[request.session] = index
+        heapq.heapify(self._due)
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next one arrives that waits for no other."""
+        return self._due[0][0] if self._due else None
+
+    def due(self, now: float) -> Iterator[tuple[int, float]]:
+        """Those that have arrived by ``now``, once each: index and time."""
+        while self._due and self._due[0][0] <= now:
+            at, index = heapq.heappop(self._due)
+            yield index, at
+
+    def ended(self, index: int, now: float) -> None:
+        """Request ``index`` has ended: the next turn of its session may arrive."""
+        turn = self._next_turn.pop(index, None)
+        if turn is not None:
+            heapq.heappush(self._due, (max(self._trace[turn].arrival, now), turn))
 
 
 def read_trace(path: str | Path) -> Trace:
