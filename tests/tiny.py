@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -27,20 +26,17 @@ from yocolm.config import (
     WindowConfig,
     YocoConfig,
 )
-from yocolm.engine import handles, recurrent
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from yocolm.engine.plan import Plan
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.settings import Compile, EngineSettings
-from yocolm.models import dense
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
 from yocolm.models.layers import pack_weights
 from yocolm.models.registry import build_model
 from yocolm.models.spec import model_spec
-from yocolm.ops import band_attention, block_attention, chunk_attention
 from yocolm.tokenizer import Tokenizer
 
 VOCAB = 61
@@ -241,10 +237,18 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     fast_prefill: bool = True,
     compile: Compile = "auto",
+    caching: bool = False,
+    checkpoints: int = 0,
+    swap: int | str = 0,
+    **more: Any,
 ) -> Engine:
-    """An engine with so many pages and slots to hand out, and a budget of tokens a step."""
+    """An engine with so many pages and slots to hand out, and a budget of tokens a step.
+
+    Without a prefix cache and swap space, unless asked for: chunks end where the budget does.
+    """
     spec, width = model_spec(FAMILIES[name]), DTYPES[dtype].itemsize
-    memory = (seqs + 1) * spec.slot_bytes(width) + (pages + 1) * spec.page_bytes(page_size, width)
+    memory = (seqs + checkpoints + 1) * spec.slot_bytes(width)
+    memory += (pages + 1) * spec.page_bytes(page_size, width)
     settings = EngineSettings(
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
@@ -253,23 +257,13 @@ def make_engine(
         page_size=page_size,
         fast_prefill=fast_prefill,
         compile=compile,
+        prefix_caching=caching,
+        num_checkpoints=checkpoints,
+        swap_space=swap,
+        **more,
     )
     module = cast(CausalLM, served_model(name, dtype) if model is None else model)
     return Engine(module, FAMILIES[name], tokenizer, settings, eos)
-
-
-def shrink_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut everything that the ops cut into blocks so small that a short prompt fills several."""
-    monkeypatch.setattr(recurrent, "RETENTION_CHUNK", 4)
-    monkeypatch.setattr(handles, "TOKEN_BLOCK", 3)
-    monkeypatch.setattr(handles, "MANY_ROWS", 5)
-    monkeypatch.setattr(chunk_attention, "ROWS", 4)
-    monkeypatch.setattr(chunk_attention, "MASK_ELEMENTS", 32)
-    monkeypatch.setattr(band_attention, "BAND_BLOCK", 3)
-    monkeypatch.setattr(band_attention, "REACH_STEP", 2)
-    monkeypatch.setattr(dense, "KEY_BLOCK", 3)
-    monkeypatch.setattr(block_attention, "ROW_BLOCK", 4)
-    monkeypatch.setattr(block_attention, "TILE_ELEMENTS", 512)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -366,9 +360,9 @@ def poison(engine: Engine) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    """All pages and slots are free again."""
-    for pool in (engine.scheduler.page_pool, engine.scheduler.slot_pool):
-        assert pool.num_free == pool.capacity
+    """All pages and slots are free again, or kept for prompts that begin alike."""
+    usage = engine.scheduler.memory.usage()
+    assert usage.pages_used == usage.slots_used == 0
 
 
 @torch.no_grad()

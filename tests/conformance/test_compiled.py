@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blocks import shrink_blocks
 from tiny import (
     CASES,
     FAMILIES,
@@ -22,7 +23,6 @@ from tiny import (
     run,
     run_one,
     samples,
-    shrink_blocks,
 )
 from yocolm.configs.gemma4 import ExpertsConfig
 from yocolm.engine.buffers import bucket_sizes

@@ -108,9 +108,9 @@ def test_a_step_that_is_cut_short_counts_no_row_twice(applied: bool) -> None:
     engine.step()
     update = engine.scheduler.update
 
-    def cut(plan: Plan, results: Sequence[StepResult]) -> NoReturn:
+    def cut(plan: Plan, results: Sequence[StepResult], now: float = 0.0) -> NoReturn:
         if applied:
-            update(plan, results)
+            update(plan, results, now)
         raise KeyboardInterrupt
 
     engine.scheduler.update = cut

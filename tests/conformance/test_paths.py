@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from blocks import shrink_blocks
 from tiny import (
     CASES,
     DTYPES,
@@ -15,7 +16,6 @@ from tiny import (
     prompt_of,
     run,
     run_one,
-    shrink_blocks,
     tiny_model,
 )
 from tolerances import CROSS_PATH

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blocks import shrink_blocks
 from tiny import (
     FAMILIES,
     GROWING,
@@ -19,7 +20,6 @@ from tiny import (
     make_engine,
     poison,
     run_one,
-    shrink_blocks,
     watch_plans,
 )
 from yocolm.engine.outputs import RequestOutput

@@ -85,7 +85,7 @@ class TestPendingCopies:
         slots.alloc(3)
         copies.add("first", Copy("slot", 1, 2))
         copies.add("second", Copy("slot", 1, 3))
-        assert copies.sources() == {("slot", 1): 2}
+        assert copies.references() == {("slot", 1): 2}
         copies.drop("first")
         assert slots.references(1) == 2
         assert copies.issue() == (Copy("slot", 1, 3),)

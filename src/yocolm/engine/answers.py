@@ -110,6 +110,7 @@ class Answer:
             error=request.error,
             embedding=self._embedding(),
             metrics=self._metrics(),
+            num_cached_tokens=self.request.sequences[0].num_cached,
         )
 
     def failure(self) -> RequestOutput:
@@ -127,6 +128,7 @@ class Answer:
             finished=True,
             error=request.error,
             metrics=self._metrics(),
+            num_cached_tokens=self.request.sequences[0].num_cached,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -137,6 +139,8 @@ class Answer:
             first_token_time=request.first_token,
             finished_time=request.ended,
             num_preemptions=request.num_preemptions,
+            num_cached_tokens=request.sequences[0].num_cached,
+            predicted_ttft=request.predicted_ttft,
         )
 
     def _embedding(self) -> list[float] | None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Series
 from dataclasses import replace
-from math import ceil
 from numbers import Integral
 from typing import Any
 
@@ -16,25 +15,26 @@ import torch
 
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
-from yocolm.engine.compiled import compiled_halves
+from yocolm.engine.assembly import assemble
+from yocolm.engine.cost import CostModel
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
+from yocolm.engine.hardware import Hardware
 from yocolm.engine.outputs import RequestOutput
-from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
-from yocolm.engine.runner import Runner
 from yocolm.engine.sampling_params import PoolingParams, SamplingParams, without_draws
-from yocolm.engine.scheduler import Scheduler
-from yocolm.engine.settings import EngineSettings, available_memory, size_pools
-from yocolm.engine.state import PagedState
+from yocolm.engine.settings import EngineSettings, check_seconds
+from yocolm.engine.watch import Watch
 from yocolm.errors import ConfigError, RequestError
 from yocolm.models.base import CausalLM
 from yocolm.models.spec import model_spec
 from yocolm.tokenizer import Tokenizer
 
 log = logging.getLogger("yocolm.engine")
+IDLE_WAIT = 0.02  # seconds to wait for a move at a time, when there is nothing else to do
 STEP_FAILED = "the step failed"  # how the error of a request begins whose step raised
+MAX_PRIORITY = 2**31
 Prompt = str | Series[int] | Mapping[str, Any]
 
 
@@ -46,6 +46,7 @@ class Engine:
         tokenizer: for text prompts and text output; None serves token ids only.
         settings: limits, see ``EngineSettings``.
         eos_token_ids: tokens that end a sequence unless a request ignores them.
+        cost: what steps cost on this machine; general figures if None.
     """
 
     def __init__(
@@ -55,56 +56,27 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         settings: EngineSettings | None = None,
         eos_token_ids: Series[int] = (),
+        cost: CostModel | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.settings = settings or EngineSettings()
         # Files name ends that a model cannot draw, of a larger vocabulary or as -1.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < config.vocab_size)
         self.spec = model_spec(config)
-        weight: torch.Tensor = next(iter(model.parameters()))
         self.max_model_len = self.settings.max_model_len or config.max_position_embeddings
-        page_size = self.settings.page_size
-        on_gpu = weight.device.type == "cuda"
-        free = torch.cuda.mem_get_info(weight.device)[0] if on_gpu else available_memory()
-        sizes = size_pools(
-            self.settings, self.spec, weight.element_size(), self.max_model_len, free
-        )
-        try:
-            state = PagedState(
-                self.spec, sizes.num_pages, page_size, sizes.num_slots, weight.dtype, weight.device
-            )
-        except RuntimeError as error:
-            raise ConfigError(
-                f"no memory for {sizes.num_pages} pages and {sizes.num_slots} slots: {error}; "
-                "lower kv_memory or max_num_seqs"
-            ) from error
-        self.scheduler = Scheduler(
-            PagePool(sizes.num_pages, page_size),
-            SlotPool(sizes.num_slots),
-            self.settings.max_num_batched_tokens,
-            sizes.max_num_seqs,
-            self.max_model_len,
-        )
-        max_pages = min(ceil(self.max_model_len / page_size), sizes.num_pages)
-        halves = compiled_halves(
-            model,
-            state,
-            self.settings.compile,
-            max_seqs=sizes.max_num_seqs,
-            max_pages=max_pages,
-            max_tokens=self.settings.max_num_batched_tokens,
-            device=weight.device,
-        )
-        self.runner = Runner(
-            model,
-            state,
-            config.vocab_size,
-            sizes.num_slots,
-            max_pages,
-            weight.device,
+        weight: torch.Tensor = next(iter(model.parameters()))
+        device = weight.device.type
+        self.cost = cost or CostModel(
+            self.spec,
+            weight.element_size(),
+            Hardware.generic(device),
             self.settings.fast_prefill,
-            halves,
         )
+        self.scheduler, self.runner, self.swapper = assemble(
+            model, self.spec, config.vocab_size, self.settings, self.max_model_len, self.cost
+        )
+        self.watch = Watch(self.scheduler, self.runner.stats, self.cost)
+        self.watch.learns = self.settings.policy == "traffic"
         self.guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}
         self._interrupted = False
@@ -117,6 +89,9 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
+        priority: int = 0,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
     ) -> None:
         """Queue a request. Raises RequestError, and changes nothing, if it cannot be served.
 
@@ -125,6 +100,9 @@ class Engine:
             params: defaults if None; without a seed, a random one is drawn. PoolingParams ask for
                 an embedding.
             arrival_time: in seconds, now if None.
+            priority: lower goes first; a level counts like ``priority_aging`` seconds of arrival.
+            ttft_target, tpot_target: seconds to the first token, and between tokens, for the policy
+                "traffic"; the engine's if None.
         """
         params = SamplingParams() if params is None else params
         kinds = (SamplingParams, PoolingParams)
@@ -133,7 +111,10 @@ class Engine:
                 f"request_id={request_id!r} must be text and params={params!r} SamplingParams"
             )
         text = self._text(prompt)
-        self.enqueue(request_id, self.validate(prompt, params), params, text, arrival_time)
+        ids = self.validate(prompt, params)
+        check_urgency(priority, ttft_target, tpot_target)
+        urgency = priority, ttft_target, tpot_target
+        self.enqueue(request_id, ids, params, text, arrival_time, *urgency)
 
     def validate(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> list[int]:
         """The token ids of ``prompt``, if it can be served with ``params``; else RequestError.
@@ -155,17 +136,29 @@ class Engine:
         params: SamplingParams | PoolingParams,
         text: str | None = None,
         arrival_time: float | None = None,
-    ) -> None:
-        """Queue a request that ``validate`` has passed. RequestError if its id is in use."""
+        priority: int = 0,
+        ttft_target: float | None = None,
+        tpot_target: float | None = None,
+    ) -> float | None:
+        """Queue a request that ``validate`` and ``check_urgency`` have passed.
+
+        Returns the seconds to its first token that are expected, where the engine predicts. Raises
+        RequestError if its id is in use.
+        """
         if isinstance(params, SamplingParams) and params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         else:
             params = replace(params)  # a copy: the caller's may change
         request = self._request(request_id, ids, params)
         request.prompt = text
-        request.arrival = time.monotonic() if arrival_time is None else arrival_time
+        now = time.monotonic()
+        request.arrival = now if arrival_time is None else arrival_time
+        request.priority = priority
+        request.ttft_target, request.tpot_target = ttft_target, tpot_target
+        request.predicted_ttft = self.watch.predict_ttft(request, now)
         self.scheduler.add(request)
         self._answers[request_id] = Answer(request, self.tokenizer)
+        return request.predicted_ttft
 
     def _request(
         self, request_id: str, ids: list[int], params: SamplingParams | PoolingParams
@@ -187,6 +180,10 @@ class Engine:
         for seq in self.scheduler.abort(request_id):
             self._end(answer, seq)
         return next(self._deliver([request_id]))
+
+    def close(self) -> None:
+        """Give back what is outside of the process's memory: the swap space."""
+        self.swapper.close()
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished
@@ -211,11 +208,21 @@ class Engine:
         return list(self._deliver(touched))
 
     def _advance(self) -> list[Sequence]:
-        plan = self.scheduler.schedule(time.monotonic())
+        watch, scheduler = self.watch, self.scheduler
+        now = time.monotonic()
+        for ticket, error in self.swapper.poll(scheduler.memory.tickets):
+            scheduler.moved(ticket, error)
+        plan = scheduler.schedule(now)
+        self.swapper.start(plan.moves)
+        if not plan.scheduled and scheduler.awaits_moves:
+            self.swapper.wait(IDLE_WAIT)
+        watch.begin(plan, now)
         outputs = self._run(plan)
         failed = self._keep_prompt_scores(plan, outputs)
-        changed = self.scheduler.update(plan, [output.result for output in outputs])
+        results = [output.result for output in outputs]
+        changed = scheduler.update(plan, results, time.monotonic())
         failed += self._keep_samples(plan, outputs, changed)
+        watch.end(changed)
         return changed + failed
 
     def _run(self, plan: Plan) -> list[EntryOutput]:
@@ -388,6 +395,18 @@ class Engine:
         """Assert that queues and pools agree (for tests, after every step)."""
         self.scheduler.check()
         assert set(self._answers) == set(self.scheduler.requests), "answers differ from requests"
+
+
+def check_urgency(
+    priority: int, ttft_target: float | None = None, tpot_target: float | None = None
+) -> None:
+    """Raise RequestError unless they are an integer and numbers of seconds (or None)."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority={priority!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    check_seconds("ttft_target", ttft_target, error=RequestError)
+    check_seconds("tpot_target", tpot_target, error=RequestError)
 
 
 def require_device(device: str) -> torch.device:

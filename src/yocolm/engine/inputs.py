@@ -30,7 +30,7 @@ class Inputs:
     def __init__(self, num_slots: int, max_pages: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._table = np.zeros((num_slots, max_pages), np.int64)
-        self._tabled: dict[int, tuple[Sequence, int]] = {}  # slot -> owner, pages in there
+        self._tabled: dict[int, tuple[Sequence, int, int]] = {}  # slot -> owner, version, pages
         self._counting = np.arange(num_slots + 1)
         counting = torch.from_numpy(self._counting).to(self.device)
         self._counted = [counting[:count] for count in range(num_slots + 2)]
@@ -49,9 +49,7 @@ class Inputs:
         seq_ids = np.repeat(self._counting[: len(entries)], counts)
         row_counts = np.array([len(entry.rows) for entry in entries])
         rows = np.fromiter((row for entry in entries for row in entry.rows), np.int64)
-        tokens = np.concatenate(
-            [tokens_of(entry.seq, entry.start, entry.stop) for entry in entries]
-        )
+        tokens = np.concatenate([entry.seq.array(entry.start, entry.stop) for entry in entries])
         return Batch(
             tokens=self._take(tokens),
             positions=self._take(np.repeat(starts - begins, counts) + np.arange(len(seq_ids))),
@@ -96,11 +94,11 @@ class Inputs:
             slot, count = slot_of(seq), len(seq.pages)
             if count > longest:
                 longest = count
-            owner, known = tabled.get(slot, (None, 0))
-            first = known if owner is seq and entry.start > 0 else 0
+            owner, version, known = tabled.get(slot, (None, 0, 0))
+            first = known if owner is seq and version == seq.page_version else 0
             if first < count:
                 self._table[slot, first:count] = seq.pages[first:]
-                tabled[slot] = seq, count
+                tabled[slot] = seq, seq.page_version, count
                 changed = True
         if changed or self._cut is None or self._cut[:2] != (slots, longest):
             self._cut = slots, longest, self._take(self._table[slots, :longest])
@@ -115,11 +113,3 @@ def slot_of(seq: Sequence) -> int:
     """The slot of a sequence that runs."""
     assert seq.slot is not None
     return seq.slot
-
-
-def tokens_of(seq: Sequence, start: int, stop: int) -> Ints:
-    """The token ids at positions ``start .. stop - 1``, int64."""
-    prompt = seq.request.prompt_array
-    if stop <= len(prompt):
-        return prompt[start:stop]
-    return np.concatenate((prompt[start:stop], np.array(seq.tokens(max(start, len(prompt)), stop))))

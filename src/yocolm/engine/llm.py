@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -23,7 +23,7 @@ from yocolm.engine.sampling_params import (
     end_turns,
 )
 from yocolm.engine.settings import EngineSettings
-from yocolm.errors import RequestError
+from yocolm.errors import ConfigError, RequestError
 from yocolm.models.base import CausalLM
 from yocolm.models.registry import (
     eos_token_ids,
@@ -44,7 +44,9 @@ class LLM:
         seed: of the weights of ``random:PRESET``.
         skip_tokenizer_init: serve token ids only.
         settings: fields of ``EngineSettings``: max_num_batched_tokens, max_num_seqs, max_model_len,
-            kv_memory, page_size, prompt_logprobs, fast_prefill, compile.
+            kv_memory, page_size, prompt_logprobs, fast_prefill, compile; in ``more`` the others,
+            such as swap_space, policy, mean_tokens.
+        enable_prefix_caching: keep what was computed for prompts that begin alike.
         enforce_eager: the same as ``compile="eager"``.
         per_layer_tables: "mapped" leaves tables of per-layer inputs in their file, "resident" loads
             them; see ``load_model``.
@@ -70,7 +72,10 @@ class LLM:
         compile: str = "auto",
         enforce_eager: bool = False,
         per_layer_tables: str = "mapped",
+        enable_prefix_caching: bool = True,
+        **more: Any,
     ) -> None:
+        _check_names(more)
         settings = EngineSettings(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -80,6 +85,8 @@ class LLM:
             prompt_logprobs=cast(Any, prompt_logprobs),
             fast_prefill=fast_prefill,
             compile=cast(Any, "eager" if enforce_eager else compile),
+            prefix_caching=enable_prefix_caching,
+            **more,
         )
         source = resolve(model)
         module, config = load_model(
@@ -114,6 +121,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts; results come in their order.
 
@@ -122,13 +130,14 @@ class LLM:
                 ``{"prompt_token_ids": ids}``.
             sampling_params: for all prompts, or one for each.
             use_tqdm: show progress on standard error.
+            priority: of each prompt; lower goes first.
 
         Raises RequestError before anything runs if one of them cannot be served. A request that
         fails on the way has its ``error`` set.
         """
         listed = _as_list(prompts)
         params = _params_of(sampling_params, len(listed))
-        with self._added(listed, params) as ids:
+        with self._added(listed, params, priority) as ids:
             return self._finish(ids, use_tqdm)
 
     def chat(
@@ -209,19 +218,27 @@ class LLM:
 
     @contextmanager
     def _added(
-        self, prompts: list[Prompt], params: Sequence[SamplingParams | PoolingParams]
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        priority: Sequence[int] | None = None,
     ) -> Iterator[list[str]]:
         """Queue requests; whatever interrupts leaves none of them behind."""
         ids: list[str] = []
+        levels = [0] * len(prompts) if priority is None else list(priority)
+        if len(levels) != len(prompts):
+            raise RequestError(
+                f"{len(levels)} priorities for {len(prompts)} prompts; give one for each"
+            )
         try:
-            for prompt, one in zip(prompts, params, strict=True):
+            for prompt, one, level in zip(prompts, params, levels, strict=True):
                 while str(self._counter) in self.engine.scheduler.requests:
                     self._counter += 1
                 request_id = str(self._counter)
                 self._counter += 1
                 if isinstance(one, SamplingParams):  # if not, the engine says so
                     one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(request_id, prompt, one)
+                self.engine.add_request(request_id, prompt, one, priority=level)
                 ids.append(request_id)
             yield ids
         finally:
@@ -247,6 +264,14 @@ def _conversations(messages: Messages | Iterable[Messages]) -> list[Messages]:
         raise RequestError(f"messages is {messages!r}; give a list of messages, each an object")
     listed: list[Any] = list(messages)
     return [listed] if listed and isinstance(listed[0], Mapping) else listed
+
+
+def _check_names(settings: Iterable[str]) -> None:
+    known = {item.name for item in fields(EngineSettings)}
+    for name in settings:
+        if name not in known:
+            listed = ", ".join(sorted(known))
+            raise ConfigError(f"{name!r} is no setting of an engine; known: {listed}")
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -43,13 +43,19 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request in seconds of ``time.monotonic``, None where it has not come so far."""
+    """Times of a request in seconds of ``time.monotonic``, None where it has not come so far.
+
+    ``num_cached_tokens``: those that the prefix cache spared; ``predicted_ttft``: seconds to the
+    first token as expected at its arrival, None where nobody asked.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    predicted_ttft: float | None = None
 
 
 @dataclass(slots=True)

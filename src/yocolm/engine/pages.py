@@ -107,33 +107,51 @@ class PendingCopies:
 
     Until then each keeps a reference to ``src``, whose owner may give it back any time: it must
     not be handed out, and written, before it is copied. When the owner of ``dst`` gives that back,
-    the copy is dropped: it would overwrite what the next owner writes there.
+    the copy is dropped: it would overwrite what the next owner writes there. Where the owner does
+    not tell, the copy keeps a reference to ``dst`` as well (``hold``).
     """
 
     def __init__(self, page_pool: PagePool, slot_pool: SlotPool) -> None:
         self._pools: dict[str, Pool] = {"page": page_pool, "slot": slot_pool}
-        self._pending: list[tuple[object, Copy]] = []
+        self._pending: list[tuple[object, Copy, list[int]]] = []
 
-    def add(self, owner: object, copy: Copy) -> None:
-        self._pools[copy.kind].fork([copy.src])
-        self._pending.append((owner, copy))
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def add(self, owner: object, copy: Copy, hold: bool = False) -> None:
+        for _, known, _ in self._pending:  # all are made at once, so none can read what another
+            if known.kind == copy.kind and known.dst == copy.src:  # has written: from its source
+                copy = copy._replace(src=known.src)
+                break
+        held = [copy.src, copy.dst] if hold else [copy.src]
+        self._pools[copy.kind].fork(held)
+        self._pending.append((owner, copy, held))
 
     def drop(self, owner: object) -> None:
         """Forget the copies on behalf of ``owner``."""
+        if not self._pending:
+            return
         dropped = [pending for pending in self._pending if pending[0] is owner]
         self._pending = [pending for pending in self._pending if pending[0] is not owner]
-        self._free_sources(dropped)
+        self._free(dropped)
+
+    def waits_for(self, owner: object) -> bool:
+        """Whether a copy is to be made on behalf of ``owner``."""
+        return any(pending[0] is owner for pending in self._pending)
 
     def issue(self) -> tuple[Copy, ...]:
         """Hand over all copies, to be made now: nothing may be allocated before they are."""
+        if not self._pending:
+            return ()
         issued, self._pending = self._pending, []
-        self._free_sources(issued)
-        return tuple(copy for _, copy in issued)
+        self._free(issued)
+        return tuple(copy for _, copy, _ in issued)
 
-    def sources(self) -> Counter[tuple[str, int]]:
+    def references(self) -> Counter[tuple[str, int]]:
         """How many references are kept, by kind and number."""
-        return Counter((copy.kind, copy.src) for _, copy in self._pending)
+        return Counter((copy.kind, n) for _, copy, held in self._pending for n in held)
 
-    def _free_sources(self, pending: list[tuple[object, Copy]]) -> None:
-        for _, copy in pending:
-            self._pools[copy.kind].free([copy.src])
+    def _free(self, pending: list[tuple[object, Copy, list[int]]]) -> None:
+        for _, copy, held in pending:
+            self._pools[copy.kind].free(held)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from yocolm.engine.pages import Copy
 from yocolm.engine.request import Sequence
+from yocolm.engine.swap_space import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. ``copies`` come before any write; ``failed`` are sequences given up instead.
+    """One step. ``copies`` come before any write; ``failed`` are sequences given up instead;
+    ``moves`` begin with the step and go on beside it and others.
 
     Entries of a single token (decodes, and chunks cut to one token) precede longer chunks.
     """
@@ -65,6 +67,7 @@ class Plan:
     scheduled: tuple[Scheduled, ...]
     copies: tuple[Copy, ...]
     failed: tuple[Sequence, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
     def num_single(self) -> int:
@@ -111,6 +114,8 @@ def next_chunk(seq: Sequence, budget: int) -> Scheduled:
     if seq.output_token_ids and start + 1 == seq.num_tokens:  # a decode: its row draws a token
         return Scheduled(seq, start, 1, (0,), 1)
     stop = min(start + budget, seq.num_tokens)
+    if seq.stops and seq.stops[-1] < stop:
+        stop = seq.stops[-1]
     samples_n = seq.samples_n if stop == seq.num_tokens else 0
     scored_stop = seq.request.scored_rows.stop
     rows = rows_needed(start, stop, seq.scored_until, scored_stop, samples_n > 0)

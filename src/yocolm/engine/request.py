@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +17,12 @@ from yocolm.engine.guided import Guide
 from yocolm.engine.outputs import FinishReason
 from yocolm.engine.sampling_params import PoolingParams, SamplingParams
 
+if TYPE_CHECKING:
+    from yocolm.engine.prefix import Cursor
+
 
 class Status(Enum):
-    WAITING = auto()  # owns tokens only: new, preempted, or forked without room
+    WAITING = auto()  # owns tokens only: new, preempted, swapped, or forked without room
     RUNNING = auto()  # owns a slot and pages as well
     FINISHED = auto()
 
@@ -27,7 +31,9 @@ class Status(Enum):
 class Request:
     """One user request. ``number`` is its place in the order of arrival, given by the scheduler.
 
-    Times (arrival, first_scheduled, first_token, ended) are in seconds, None until then.
+    Times (arrival, first_scheduled, first_token, ended) are in seconds, None until then. A lower
+    ``priority`` goes first. Targets are in seconds: to the first token, and between tokens; None
+    leaves them to the policy. ``predicted_ttft`` was expected at its arrival.
     """
 
     request_id: str
@@ -38,7 +44,12 @@ class Request:
     prompt: str | None = None
     pooling: PoolingParams | None = None  # asks for a hidden state; params then ask for nothing
     guide: Guide | None = None  # at the beginning of the grammar that outputs must follow
+    priority: int = 0
+    ttft_target: float | None = None
+    tpot_target: float | None = None
+    predicted_ttft: float | None = None
     number: int = -1
+    due: float = 0.0  # its place in the queue, as a time
     first_scheduled: float | None = None
     first_token: float | None = None
     ended: float | None = None
@@ -126,13 +137,23 @@ class Sequence:
     num_computed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    page_version: int = 0  # changes whenever pages that it had are others than before
+    num_cached: int = 0  # tokens that the prefix cache has spared it
+    cursor: Cursor | None = field(default=None, repr=False)  # its last shared page in the cache
+    num_shared: int = 0  # so many of its pages are in the cache
+    caching: bool = False  # whether further full pages and states may go to the cache
+    stops: list[int] = field(default_factory=list)  # where chunks end, last one first
+    is_swapped: bool = False  # what it had is in the swap space, or on the way to or from there
+    ticket: int | None = None  # of a move under way
+    first_token_at: float | None = None
+    skipped: int = 0  # steps in a row in which the policy has left it out
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Its place in the queue: first come first served, samples of a request by index."""
-        return self.request.number, self.index
+    def order(self) -> tuple[float, int, int]:
+        """Its place in the queue: when it is due, then first come first served, then the index."""
+        return self.request.due, self.request.number, self.index
 
     @property
     def token_ids(self) -> list[int]:
@@ -168,6 +189,20 @@ class Sequence:
         """The token ids at positions ``start .. stop - 1``."""
         first, last = (max(p - self.request.num_prompt, 0) for p in (start, stop))
         return self.request.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
+
+    def array(self, start: int, stop: int) -> np.ndarray:
+        """The token ids at positions ``start .. stop - 1``, int64."""
+        prompt = self.request.prompt_array
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        output = self.tokens(max(start, len(prompt)), stop)
+        return np.concatenate((prompt[start:stop], np.array(output, np.int64)))
+
+    def forget_memory(self) -> None:
+        """It holds nothing any more."""
+        self.slot, self.pages, self.num_computed = None, [], 0
+        self.cursor, self.num_shared, self.caching, self.stops = None, 0, False, []
+        self.page_version += 1
 
     def token(self, position: int) -> int:
         """The token id at ``position``."""

@@ -35,6 +35,11 @@ class StepStats:
     read_seconds: float = 0.0
     sample_seconds: float = 0.0
 
+    @property
+    def phases(self) -> tuple[float, float, float, float]:
+        """Seconds so far: self-prefill, kv-finalize, cross-decode, and sampling."""
+        return self.write_seconds, self.commit_seconds, self.read_seconds, self.sample_seconds
+
 
 class Runner:
     """Owns the model and its state."""

@@ -2,15 +2,17 @@
 
 The rules, in the order in which ``schedule`` applies them:
 
-1. First come, first served. A sequence's place never changes, also when it is preempted.
-2. Decodes first, one token each, oldest first. A decode that finds no free page preempts the
-   newest running sequence, which may be itself.
-3. Then prompts, in chunks as large as the budget allows. A sequence is admitted when a slot and
-   the pages of *all* its tokens are free, and takes them at once. So a prompt never runs out of
-   pages half-way, a preempted sequence does not start over in room too small for it, and at most
-   one sequence is half computed between steps.
-4. A preempted sequence keeps its output and recomputes prompt and output; prompt rows already
-   delivered are not scored again, tokens already drawn are not drawn again.
+1. First come, first served, but for priorities: a level is worth ``priority_aging`` seconds of
+   arrival, so nothing starves. A sequence's place never changes, also when it is preempted.
+2. Decodes first, one token each, oldest first, those that the policy picks. A decode that finds no
+   free page preempts the newest running sequence, which may be itself.
+3. Then prompts in the order of the policy, in chunks as large as it allows. A sequence is admitted
+   when a slot and the pages of *all* its tokens are there, and takes them at once. So a prompt
+   never runs out of pages half-way, and a preempted sequence does not start over in room too small
+   for it. A chunk ends where a state is to be kept (``Sequence.stops``).
+4. A preempted sequence keeps its output. Its state is written to the swap space and read back, or
+   computed anew from the longest prefix that is still kept, whichever is cheaper (``Memory``);
+   prompt rows already delivered are not scored again, tokens already drawn are not drawn again.
 
 ``add`` refuses a request that could outgrow the pool while alone in it, so the oldest sequence
 always advances in the end, and everything ends. (vLLM instead has the pool hold ``max_model_len``
@@ -20,23 +22,27 @@ from the start; here a small pool serves short requests of a long-context model.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Sequence as Series
 from operator import attrgetter
 
+from yocolm.engine.integrity import check
+from yocolm.engine.memory import Memory
 from yocolm.engine.outputs import FinishReason
-from yocolm.engine.pages import Copy, PagePool, PendingCopies, SlotPool
+from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import Plan, Scheduled, StepResult, next_chunk
+from yocolm.engine.policy import Fcfs, Policy
 from yocolm.engine.request import Request, Sequence, Status
 from yocolm.errors import ConfigError, RequestError
 
+PRIORITY_AGING = 10.0  # seconds of arrival that a level of priority is worth
 _by_order = attrgetter("order")
 
 
 class Scheduler:
     """Owns the queue and decides each step; ``schedule``, run the plan, ``update``, and again.
 
-    ``abort`` and ``finish`` may be called at any time, but not while a plan is being run.
+    ``abort`` and ``finish`` may be called at any time, but not while a plan is being run. What a
+    plan moves to or from the swap space goes on beside the steps: ``moved`` tells of its end.
     """
 
     def __init__(
@@ -46,6 +52,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_model_len: int,
+        memory: Memory | None = None,
+        policy: Policy | None = None,
+        priority_aging: float = PRIORITY_AGING,
     ) -> None:
         limits = {
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -57,20 +66,32 @@ class Scheduler:
                 raise ConfigError(f"{name}={value} must be at least 1")
         self.page_pool = page_pool
         self.slot_pool = slot_pool
+        self.memory = memory or Memory(page_pool, slot_pool)
+        self.policy = policy or Fcfs()
+        self.priority_aging = priority_aging
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.requests: dict[str, Request] = {}
-        self.waiting: list[Sequence] = []  # both lists are in order of arrival
+        self.waiting: list[Sequence] = []  # both lists are in their order
         self.running: list[Sequence] = []
         self.num_added = 0
         self.num_steps = 0
         self.num_preemptions = 0
-        self._copies = PendingCopies(page_pool, slot_pool)
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def awaits_moves(self) -> bool:
+        """Whether somebody is on the way to or from the swap space."""
+        return bool(self.memory.tickets)
+
+    def arrives(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence is being read back: it has its memory already."""
+        transfers = self.memory.transfers
+        return transfers is not None and transfers.arrives(seq)
 
     # Requests come and go
 
@@ -80,9 +101,12 @@ class Scheduler:
             raise RequestError(f"request_id {request.request_id!r} is in use: choose another")
         self.check_servable(request)
         request.number = self.num_added
+        request.due = request.arrival + request.priority * self.priority_aging
         self.num_added += 1
         self.requests[request.request_id] = request
-        self.waiting.extend(request.sequences)
+        self.policy.added(request)
+        for seq in request.sequences:
+            insort(self.waiting, seq, key=_by_order)
 
     def check_servable(self, request: Request) -> None:
         """Raise RequestError if ``request`` could never be served. Changes nothing."""
@@ -127,9 +151,9 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.finished:
             return
-        queue = self.running if seq.status is Status.RUNNING else self.waiting
-        queue.remove(seq)
-        self._release(seq)
+        runs = seq.status is Status.RUNNING
+        (self.running if runs else self.waiting).remove(seq)
+        self.memory.finish(seq, keep=runs and reason in ("stop", "length"))
         seq.status = Status.FINISHED
         if seq.request.finished:
             del self.requests[seq.request.request_id]
@@ -137,7 +161,9 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Take the state of all that run: they compute it anew. For when it cannot be trusted."""
         for seq in list(self.running):
-            self._preempt(seq)
+            self.memory.release(seq)
+            self._wait_again(seq)
+        self.memory.distrust()
         for seq in self.waiting:
             seq.restart_guide()
 
@@ -152,14 +178,22 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Decide the next step, at the time ``now``. An empty plan still goes to ``update``."""
         self.num_steps += 1
-        decodes = self._schedule_decodes()
-        chunks = self._schedule_chunks(self.max_num_batched_tokens - len(decodes), now)
-        failed = [] if self.running else self._give_up_first()
+        decodes = self._schedule_decodes(now)
+        chunks = self._schedule_chunks(decodes, now)
+        expects = self.running or self.awaits_moves or self.memory.copies.pending
+        failed = [] if expects else self._give_up_first()
         scheduled = sorted(decodes + chunks, key=lambda entry: entry.num_tokens > 1)
-        return Plan(tuple(scheduled), self._copies.issue(), tuple(failed))
+        moves = self.memory.take_moves()
+        return Plan(tuple(scheduled), self.memory.copies.issue(), tuple(failed), moves)
 
-    def update(self, plan: Plan, results: Series[StepResult]) -> list[Sequence]:
-        """Apply the results of ``plan.scheduled``, in the same order.
+    def moved(self, ticket: int, error: str | None = None) -> None:
+        """A move of an earlier plan has ended: its sequence goes on, or computes anew."""
+        seq = self.memory.moved(ticket, error)
+        if seq is not None:
+            self._run(seq)
+
+    def update(self, plan: Plan, results: Series[StepResult], now: float = 0.0) -> list[Sequence]:
+        """Apply the results of ``plan.scheduled``, in the same order, at the time ``now``.
 
         Returns the sequences that failed, then those that drew a token or ended, siblings in
         order of their index; one that ended has given back its slot and pages.
@@ -171,37 +205,50 @@ class Scheduler:
                 changed += self.fail(entry.seq.request, result.error)
         for entry, result in outcomes:
             if not entry.seq.finished:  # neither failed nor aborted since it was scheduled
-                changed += self._advance(entry, result)
+                changed += self._advance(entry, result, now)
         return changed
 
-    def _schedule_decodes(self) -> list[Scheduled]:
+    def _schedule_decodes(self, now: float) -> list[Scheduled]:
         decodes: list[Scheduled] = []
-        index = 0
-        while index < len(self.running) and len(decodes) < self.max_num_batched_tokens:
-            seq = self.running[index]
-            if not seq.decoding:
-                index += 1
-            elif self._take_page_if_needed(seq):
-                decodes.append(next_chunk(seq, budget=1))
-                index += 1
+        for seq in self.policy.decodes(self, now):
+            if len(decodes) == self.max_num_batched_tokens:
+                break
+            while seq.status is Status.RUNNING and not self.memory.grow(seq):
+                if not self._make_room():
+                    break  # for this step
             else:
-                self._preempt(self.running[-1])
+                if seq.status is Status.RUNNING:
+                    decodes.append(next_chunk(seq, budget=1))
         return decodes
 
-    def _schedule_chunks(self, budget: int, now: float) -> list[Scheduled]:
+    def _make_room(self) -> bool:
+        """Take the memory of the newest running sequence. False if there will be some later."""
+        if self.memory.pages_leaving:
+            return False
+        seq = self.running[-1]
+        leaves_later = self.memory.preempt(seq)
+        self._wait_again(seq)
+        return not leaves_later
+
+    def _schedule_chunks(self, decodes: list[Scheduled], now: float) -> list[Scheduled]:
         chunks: list[Scheduled] = []
-        half_computed = [seq for seq in self.running if not seq.decoding]
-        while budget > 0:
-            seq = half_computed.pop(0) if half_computed else self._admit_first(now)
-            if seq is None:
+        budget = self.max_num_batched_tokens - len(decodes)
+        for seq in self.policy.prompts(self, decodes, budget, now):
+            if self.policy.tokens(seq) <= 0:
                 break
-            chunks.append(next_chunk(seq, budget))
-            budget -= chunks[-1].num_tokens
+            if seq.status is Status.WAITING and not self._admit(seq, now):
+                if self.policy.keeps_turns:
+                    break
+                continue
+            if seq.status is Status.RUNNING:  # or it is being read back
+                chunks.append(next_chunk(seq, max(1, self.policy.tokens(seq))))
+                self.policy.took(chunks[-1])
         return chunks
 
-    def _advance(self, entry: Scheduled, result: StepResult) -> list[Sequence]:
+    def _advance(self, entry: Scheduled, result: StepResult, now: float) -> list[Sequence]:
         seq = entry.seq
         seq.num_computed = entry.stop
+        self.memory.advanced(seq)
         seq.scored_until = max(seq.scored_until, min(entry.stop, seq.request.scored_rows.stop))
         if entry.stop < seq.num_tokens:
             return []
@@ -215,6 +262,8 @@ class Scheduler:
         draws = zip(result.token_ids, result.logprobs, strict=True)
         for sample, (token_id, logprob) in zip(samples, draws, strict=True):
             sample.append(token_id, logprob)
+            if sample.first_token_at is None:
+                sample.first_token_at = now
         errors = [sample.guide.error for sample in samples if sample.guide is not None]
         if any(errors):
             return self.fail(seq.request, next(filter(None, errors)))
@@ -228,59 +277,32 @@ class Scheduler:
 
     # Slots and pages
 
-    def _admit_first(self, now: float) -> Sequence | None:
-        """Start the first waiting sequence if there is room for all its tokens."""
-        if not self.waiting or not self._has_free_slot():
-            return None
-        seq = self.waiting[0]
-        pages = self.page_pool.alloc(self.page_pool.pages_for(seq.num_tokens))
-        if pages is None:
-            return None
+    def _admit(self, seq: Sequence, now: float) -> bool:
+        """Start a waiting sequence if there is room for all its tokens, or have it read back."""
+        if not self._has_free_place() or not self.memory.start(seq):
+            return False
         if seq.request.first_scheduled is None:
             seq.request.first_scheduled = now
-        self._start(seq, pages, num_computed=0)
-        return seq
+        if seq.ticket is None:
+            self._run(seq)
+        return True
 
     def _start_from(self, parent: Sequence, sibling: Sequence) -> None:
-        """Start ``sibling`` on its parent's state. Without room it goes on waiting: to recompute.
+        """Start ``sibling`` on its parent's state. Without room it goes on waiting."""
+        if self._has_free_place() and self.memory.start_from(parent, sibling):
+            self._run(sibling)
 
-        Full pages are shared; what either of them will write to, the tail page and the slot, is
-        copied before the next step.
-        """
-        full, tail = self._split_tail(parent)
-        copied = self.page_pool.alloc(len(tail)) if self._has_free_slot() else None
-        if copied is None:
-            return
-        self.page_pool.fork(full)
-        self._start(sibling, full + copied, parent.num_computed)
-        assert parent.slot is not None and sibling.slot is not None
-        self._copies.add(sibling, Copy("slot", parent.slot, sibling.slot))
-        for src, dst in zip(tail, copied, strict=True):
-            self._copies.add(sibling, Copy("page", src, dst))
-
-    def _start(self, seq: Sequence, pages: list[int], num_computed: int) -> None:
-        slot = self.slot_pool.alloc(1)
-        assert slot is not None
+    def _run(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
         insort(self.running, seq, key=_by_order)
         seq.status = Status.RUNNING
-        seq.slot, seq.pages, seq.num_computed = slot[0], pages, num_computed
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _wait_again(self, seq: Sequence) -> None:
         self.num_preemptions += 1
         seq.request.num_preemptions += 1
         self.running.remove(seq)
-        self._release(seq)
         seq.status = Status.WAITING
         insort(self.waiting, seq, key=_by_order)
-
-    def _release(self, seq: Sequence) -> None:
-        """Give back all that ``seq`` holds, and forget the copies meant for it."""
-        self._copies.drop(seq)
-        self.page_pool.free(seq.pages)
-        if seq.slot is not None:
-            self.slot_pool.free([seq.slot])
-        seq.slot, seq.pages, seq.num_computed = None, [], 0
 
     def _give_up_first(self) -> list[Sequence]:
         """Fail the first waiting request, which found no room though nothing runs.
@@ -297,63 +319,9 @@ class Scheduler:
             "free though nothing runs: raise kv_memory",
         )
 
-    def _has_free_slot(self) -> bool:
-        return len(self.running) < self.max_num_seqs and self.slot_pool.num_free > 0
-
-    def _take_page_if_needed(self, seq: Sequence) -> bool:
-        """Make room for the next token of ``seq``; False if it needs a page and none is free."""
-        missing = self.page_pool.pages_for(seq.num_tokens) - len(seq.pages)
-        if missing <= 0:
-            return True
-        pages = self.page_pool.alloc(missing)
-        if pages is None:
-            return False
-        seq.pages += pages
-        return True
-
-    def _split_tail(self, seq: Sequence) -> tuple[list[int], list[int]]:
-        """The pages of ``seq`` that are full, and the one (or none) that is written to next."""
-        num_full = seq.num_computed // self.page_pool.page_size
-        return seq.pages[:num_full], seq.pages[num_full:]
-
-    # Integrity
+    def _has_free_place(self) -> bool:
+        return len(self.running) + self.memory.num_arriving < self.max_num_seqs
 
     def check(self) -> None:
         """Assert that queues, owners and reference counts agree (for tests, after every step)."""
-        self.page_pool.check()
-        self.slot_pool.check()
-        self._check_queues()
-        self._check_references()
-        for seq in self.running:
-            held = len(seq.pages)
-            assert held * self.page_pool.page_size >= seq.num_computed, f"{seq} lacks pages"
-            assert held <= self.page_pool.pages_for(seq.num_tokens), f"{seq} has surplus pages"
-        if not self.requests:
-            assert self.page_pool.num_free == self.page_pool.capacity, "pages leaked"
-            assert self.slot_pool.num_free == self.slot_pool.capacity, "slots leaked"
-
-    def _check_queues(self) -> None:
-        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
-            orders = [seq.order for seq in queue]
-            assert orders == sorted(set(orders)), f"{status} is out of order"
-            assert all(seq.status is status for seq in queue), f"{status} has a wrong status"
-        assert not any(seq.pages or seq.slot or seq.num_computed for seq in self.waiting)
-        assert len(self.running) <= self.max_num_seqs
-        assert sum(not seq.decoding for seq in self.running) <= 1, "two prompts are half computed"
-        queued = {seq.order for seq in self.waiting + self.running}
-        unfinished = [s for r in self.requests.values() for s in r.sequences if not s.finished]
-        assert queued == {seq.order for seq in unfinished}, "a sequence is lost"
-
-    def _check_references(self) -> None:
-        pages = Counter(page for seq in self.running for page in seq.pages)
-        slots = Counter(seq.slot for seq in self.running)
-        assert all(count == 1 for count in slots.values()), "a slot has two owners"
-        for seq in self.running:
-            written_next = self._split_tail(seq)[1]
-            owners = [pages[page] for page in written_next]
-            assert set(owners) <= {1}, f"{seq} would write to a shared page"
-        copied = self._copies.sources()
-        for pool, held, kind in ((self.page_pool, pages, "page"), (self.slot_pool, slots, "slot")):
-            for number in range(pool.size):
-                expected = held[number] + copied[kind, number]
-                assert pool.references(number) == expected, f"{kind} {number} is miscounted"
+        check(self)

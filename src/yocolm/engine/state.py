@@ -35,7 +35,7 @@ class PagedState:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.device = page_size, device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
 
         def pool(store: Store, count: int, length: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,300 @@
+"""Who goes next: in the order of arrival with a budget of tokens, or by what a step will cost.
+
+A policy is asked twice a step: which of the running sequences decode, and which prompts advance by
+how many tokens. What it leaves out waits for the next step, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Protocol
+
+from yocolm.engine.cost import CostModel, StepLoad
+from yocolm.engine.plan import Scheduled
+from yocolm.engine.request import Request, Sequence, Status
+
+if TYPE_CHECKING:
+    from yocolm.engine.scheduler import Scheduler
+
+TTFT_FACTOR = 5.0  # targets that nobody has given, in times of what the request takes alone
+TPOT_FACTOR = 2.0
+MAX_SKIP = 16  # steps in a row that a decode, or all prompts, may be left out
+LEAST_CHUNK = 32  # tokens; fewer are not worth a place in a step, unless they end the prompt
+DEAR = 0.25  # a decode is dear if it alone lengthens a step by more than this share
+LATE_TURN = 8  # every so many prompts, the first of those that are late has its turn
+
+
+class Policy(Protocol):
+    """``keeps_turns``: who finds no room lets nobody pass."""
+
+    keeps_turns: bool
+
+    def added(self, request: Request) -> None:
+        """A request has been queued."""
+        ...
+
+    def decodes(self, scheduler: Scheduler, now: float) -> list[Sequence]:
+        """Of the running sequences those that draw a token in this step, in their order."""
+        ...
+
+    def prompts(
+        self, scheduler: Scheduler, decodes: list[Scheduled], budget: int, now: float
+    ) -> Iterator[Sequence]:
+        """Running and waiting sequences whose prompts may advance, beside ``decodes`` and within
+        ``budget`` tokens; each is asked for only after the last one was scheduled, or refused."""
+        ...
+
+    def tokens(self, seq: Sequence) -> int:
+        """How many tokens the next of ``prompts`` may advance by."""
+        ...
+
+    def took(self, entry: Scheduled) -> None:
+        """A chunk was scheduled."""
+        ...
+
+
+class Fcfs:
+    """First come, first served: all decodes, then prompts until the budget of tokens is spent."""
+
+    keeps_turns = True
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def added(self, request: Request) -> None:
+        pass
+
+    def decodes(self, scheduler: Scheduler, now: float) -> list[Sequence]:
+        return [seq for seq in scheduler.running if seq.decoding]
+
+    def prompts(
+        self, scheduler: Scheduler, decodes: list[Scheduled], budget: int, now: float
+    ) -> Iterator[Sequence]:
+        self._left = budget
+        yield from [seq for seq in scheduler.running if not seq.decoding]
+        while self._left > 0:
+            seq = next((seq for seq in scheduler.waiting if not scheduler.arrives(seq)), None)
+            if seq is None or seq.ticket is not None:  # on its way out: it comes back first
+                return
+            yield seq
+
+    def tokens(self, seq: Sequence) -> int:
+        return self._left
+
+    def took(self, entry: Scheduled) -> None:
+        self._left -= entry.num_tokens
+
+
+class Traffic:
+    """By the cost that is predicted: steps are as long as the pace of those who decode permits.
+
+    Each request has a target for its first token and for the time between tokens. Tokens are due
+    at that pace from the first one on, so time that a fast step saves can be spent later.
+
+    - Decodes that lengthen a step by much (a long context among short ones) are left out while
+      their next token is not due and others would be late by it.
+    - Prompts advance by as many tokens as fit before the next token of a decode is due. Their order
+      is by the time at which they are due; those that would make others late (the longest first:
+      Moore and Hodgson's rule, which has the fewest late) go behind, but have a turn now and then.
+    - A prompt begins only if those who run and it can keep their pace together: the sum of what
+      each asks of a second must not exceed it.
+    """
+
+    keeps_turns = False
+
+    def __init__(
+        self, cost: CostModel, ttft_target: float | None = None, tpot_target: float | None = None
+    ) -> None:
+        self.cost = cost
+        self.ttft_target, self.tpot_target = ttft_target, tpot_target
+        self._load, self._allowed, self._left = StepLoad(), float("inf"), 0
+        self._steps_without = 0  # a chunk, though somebody waits for one
+        self._turns = 0
+
+    def added(self, request: Request) -> None:
+        if request.ttft_target is None:
+            request.ttft_target = self.ttft_target
+        if request.ttft_target is None:
+            request.ttft_target = TTFT_FACTOR * self.cost.solo_ttft(request.num_prompt)
+        if request.tpot_target is None:
+            request.tpot_target = self.tpot_target
+        if request.tpot_target is None:
+            request.tpot_target = TPOT_FACTOR * self.cost.solo_tpot(request.num_prompt)
+
+    # Decodes
+
+    def decodes(self, scheduler: Scheduler, now: float) -> list[Sequence]:
+        decoding = [seq for seq in scheduler.running if seq.decoding]
+        if len(decoding) < 2:
+            return decoding
+        extra = [self.cost.decode_seconds(seq.num_tokens) for seq in decoding]
+        base = self._base(len(decoding))
+        dear = [c > DEAR * base for c in extra]
+        if not any(dear) or all(dear):
+            return self._without(decoding, set())
+        left_out = self._left_out(decoding, extra, dear, base, scheduler, now)
+        return self._without(decoding, left_out)
+
+    def _left_out(
+        self,
+        decoding: list[Sequence],
+        extra: list[float],
+        dear: list[bool],
+        base: float,
+        scheduler: Scheduler,
+        now: float,
+    ) -> set[Sequence]:
+        """The dear ones that need not, or should not, be in this step."""
+        seconds, room = base, float("inf")
+        for seq, c, is_dear in zip(decoding, extra, dear, strict=True):
+            if not is_dear:
+                seconds += c
+                slack = slack_of(seq, now)
+                if slack > 0:
+                    room = min(room, slack)
+        prompts = len(decoding) < len(scheduler.running) or bool(scheduler.waiting)
+        left_out: set[Sequence] = set()
+        order = sorted((slack_of(seq, now), i) for i, seq in enumerate(decoding) if dear[i])
+        for slack, i in order:
+            seq, c = decoding[i], extra[i]
+            fits = seconds + c <= room
+            due = slack < 2 * (seconds + c)
+            if seq.skipped >= MAX_SKIP or (fits and (due or not prompts)):
+                seconds += c
+            else:
+                left_out.add(seq)
+        return left_out
+
+    def _without(self, decoding: list[Sequence], left_out: set[Sequence]) -> list[Sequence]:
+        for seq in decoding:
+            seq.skipped = seq.skipped + 1 if seq in left_out else 0
+        return [seq for seq in decoding if seq not in left_out]
+
+    def _base(self, count: int) -> float:
+        """Seconds of a step of ``count`` decodes without their contexts."""
+        load = StepLoad()
+        for _ in range(count):
+            self.cost.add(load, 0, 1, 1, 1)
+        return self.cost.seconds(load)
+
+    # Prompts
+
+    def prompts(
+        self, scheduler: Scheduler, decodes: list[Scheduled], budget: int, now: float
+    ) -> Iterator[Sequence]:
+        half = [seq for seq in scheduler.running if not seq.decoding]
+        waiting = [seq for seq in scheduler.waiting if seq.ticket is None]
+        self._left, self._load = budget, StepLoad()
+        for entry in decodes:
+            self.cost.add(self._load, entry.start, 1, 1, 1)
+        if not half and not waiting:
+            self._steps_without = 0
+            return
+        picked = {entry.seq for entry in decodes}
+        self._allowed = self._time_allowed(scheduler, picked, now)
+        self._steps_without += 1
+        for seq in self._in_order(half + waiting, now):
+            if seq.status is Status.WAITING and not self._keeps_pace(scheduler, seq, now):
+                continue
+            yield seq
+
+    def _time_allowed(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> float:
+        """Seconds until the next token of somebody who decodes and is not late is due."""
+        allowed = float("inf")
+        seconds = self.cost.seconds(self._load)
+        for seq in scheduler.running:
+            if seq.decoding:
+                slack = slack_of(seq, now)
+                if seq not in picked:
+                    slack -= seconds + self.cost.decode_seconds(seq.num_tokens)
+                if slack > 0:
+                    allowed = min(allowed, slack)
+        return allowed
+
+    def _in_order(self, seqs: list[Sequence], now: float) -> list[Sequence]:
+        """Those that can be in time, by when they are due, then the others by their turn."""
+        share = 1.0
+        seconds = self.cost.seconds(self._load)
+        if self._load.sequences and self._allowed < float("inf"):
+            share = min(1.0, max(0.1, 1 - seconds / max(self._allowed, 1e-9)))
+        chosen: list[tuple[float, int]] = []
+        by_due = sorted(seqs, key=_due)
+        end, late = now, set()
+        for i, seq in enumerate(by_due):
+            work = self.cost.prefill_seconds(seq.num_computed, seq.num_tokens) / share
+            end += work
+            heappush(chosen, (-work, i))
+            if end > _due(seq):
+                longest, index = heappop(chosen)
+                end += longest
+                late.add(by_due[index])
+        first = [seq for seq in by_due if seq not in late]
+        last = sorted(late, key=lambda seq: (seq.status is Status.WAITING, seq.order))
+        if last and (not first or self._turns >= LATE_TURN):
+            return last[:1] + first + last[1:]
+        return first + last
+
+    def _keeps_pace(self, scheduler: Scheduler, seq: Sequence, now: float) -> bool:
+        """Whether ``seq`` can run beside those who run, all at their pace."""
+        if not scheduler.running:
+            return True
+        shares, pace = 0.0, _tpot(seq)
+        for other in scheduler.running:
+            if other.decoding and slack_of(other, now) < 0:
+                continue
+            shares += self.cost.decode_seconds(other.num_tokens) / _tpot(other)
+            pace = min(pace, _tpot(other))
+        shares += self.cost.decode_seconds(seq.num_tokens) / _tpot(seq)
+        return shares + self._base(len(scheduler.running) + 1) / pace <= 1.0
+
+    def tokens(self, seq: Sequence) -> int:
+        most = min(self._left, seq.num_tokens - seq.num_computed)
+        if most <= 0:
+            return 0
+        if self._seconds_with(seq, most) <= self._allowed:
+            return most
+        low, high = 0, most
+        while high - low > max(8, low // 8):
+            middle = (low + high) // 2
+            if self._seconds_with(seq, middle) <= self._allowed:
+                low = middle
+            else:
+                high = middle
+        if low >= min(LEAST_CHUNK, most):
+            return low
+        return min(LEAST_CHUNK, most) if self._steps_without > MAX_SKIP else 0
+
+    def _seconds_with(self, seq: Sequence, tokens: int) -> float:
+        load = copy(self._load)
+        last = seq.num_computed + tokens == seq.num_tokens
+        self.cost.add(load, seq.num_computed, tokens, int(last), int(last))
+        return self.cost.seconds(load)
+
+    def took(self, entry: Scheduled) -> None:
+        self._left -= entry.num_tokens
+        self._steps_without = 0
+        self._turns = self._turns + 1 if _due(entry.seq) > 0 else 0
+        self.cost.add(self._load, entry.start, entry.num_tokens, len(entry.rows), entry.samples_n)
+
+
+def slack_of(seq: Sequence, now: float) -> float:
+    """Seconds until its next token is due, at the pace of its target from the first token on."""
+    assert seq.first_token_at is not None
+    return seq.first_token_at + seq.num_output * _tpot(seq) - now
+
+
+def _tpot(seq: Sequence) -> float:
+    target = seq.request.tpot_target
+    assert target is not None
+    return target
+
+
+def _due(seq: Sequence) -> float:
+    """When it has to draw its next token: the first, or the one after a preemption."""
+    request = seq.request
+    if seq.first_token_at is not None:
+        return seq.first_token_at + seq.num_output * _tpot(seq)
+    assert request.ttft_target is not None
+    return request.due + request.ttft_target

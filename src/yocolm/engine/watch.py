@@ -1,0 +1,74 @@
+"""What steps take: told to the cost model and to an observer, and used to predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from yocolm.engine.cost import CostModel, StepCost, StepLoad
+from yocolm.engine.plan import Plan
+from yocolm.engine.request import Request, Sequence
+from yocolm.engine.runner import StepStats
+from yocolm.engine.scheduler import Scheduler
+from yocolm.engine.steps import Observer, StepRecord
+
+
+class Watch:
+    """Looks on while the engine steps. Free of cost while nobody observes and nothing is learnt.
+
+    observer: is told of every step, in the thread that runs it.
+    learns: whether the cost model is refined by every step, and requests are predicted.
+    """
+
+    def __init__(self, scheduler: Scheduler, stats: StepStats, cost: CostModel) -> None:
+        self._scheduler, self._stats, self._cost = scheduler, stats, cost
+        self.observer: Observer | None = None
+        self.learns = False
+        self._load: StepLoad | None = None
+        self._at = 0.0
+        self._before = (0.0, 0.0, 0.0, 0.0)
+
+    @property
+    def _looks(self) -> bool:
+        return self.learns or self.observer is not None
+
+    def begin(self, plan: Plan, at: float) -> None:
+        """A step has been planned, which began at the time ``at``."""
+        self._load = self._cost.load(plan) if self._looks else None
+        self._at, self._before = at, self._stats.phases
+
+    def end(self, changed: Iterable[Sequence]) -> None:
+        """The step is over; ``changed`` have drawn a token or ended."""
+        load = self._load
+        if load is None:
+            return
+        self._load = None
+        seconds = time.monotonic() - self._at
+        before, after = self._before, self._stats.phases
+        write, commit, read, sample = (b - a for a, b in zip(before, after, strict=True))
+        rest = max(0.0, seconds - write - commit - read - sample)
+        actual = StepCost(write, commit, read, sample, rest)
+        predicted = None if self.observer is None else self._cost.predict(load)
+        if self.learns and load.tokens:
+            self._cost.observe(load, actual)
+        if self.observer is not None and predicted is not None:
+            self.observer(self._record(load, seconds, actual, predicted))
+
+    def _record(
+        self, load: StepLoad, seconds: float, actual: StepCost, predicted: StepCost
+    ) -> StepRecord:
+        scheduler = self._scheduler
+        return StepRecord(
+            at=self._at,
+            seconds=seconds,
+            load=load,
+            actual=actual,
+            predicted=predicted,
+            usage=scheduler.memory.usage(),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+        )
+
+    def predict_ttft(self, request: Request, now: float) -> float | None:
+        """Seconds from its arrival to the first token of a request that is about to be added."""
+        return None
