@@ -156,6 +156,43 @@ class CostModel:
         elif num_rows:
             load.read_flops += self._readers.flops(stop - num_rows, stop)
 
+    def add_decodes(self, load: StepLoad, count: int, context: float) -> None:
+        """Add so many decodes, each at the mean context of all of them."""
+        load.tokens += count
+        load.rows += count
+        load.sequences += count
+        load.draws += count
+        load.logits += count
+        load.append_bytes += count * self._append
+        load.state_bytes += count * self._state
+        load.kv_bytes_write += count * context * self._kv_write
+        load.kv_bytes_read += count * context * self._kv_read
+        for window, size in self._windows:
+            load.window_bytes += count * size * min(context, window)
+
+    def add_chunks(
+        self, load: StepLoad, count: int, tokens: int, flops: float, num_draws: int
+    ) -> None:
+        """Add so many entries of several tokens, which together have ``tokens`` and ``flops`` of
+        token mixing; at the end of some of them a token is drawn."""
+        load.tokens += tokens
+        load.rows += num_draws if self.fast_prefill else tokens
+        load.sequences += count
+        load.chunks += count
+        load.draws += num_draws
+        load.logits += num_draws
+        load.append_bytes += tokens * self._append
+        load.state_bytes += count * self._state
+        load.write_flops += flops
+        if self.fast_prefill:
+            load.kv_bytes_read += num_draws * tokens / count * self._kv_read
+        else:
+            load.read_flops += count * self._readers.flops(0, tokens // count)
+
+    def mixing_flops(self, start: int, stop: int) -> float:
+        """What ``write_flops`` of a load are for the tokens ``start .. stop - 1``."""
+        return self._writers.flops(start, stop)
+
     def load(self, plan: Plan) -> StepLoad:
         """The whole of a plan."""
         load = StepLoad()

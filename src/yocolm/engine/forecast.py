@@ -1,0 +1,312 @@
+"""When will a request that arrives now have its first token? No torch.
+
+The queue is followed from group to group of prompts rather than from step to step: as long as the
+same sequences decode, steps are alike, and what they take comes from the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Protocol
+
+from yocolm.engine.cost import CostModel, StepLoad
+from yocolm.engine.pages import PagePool
+from yocolm.engine.request import Request, Sequence
+
+GROUPS = 32  # of waiting requests that are looked at one by one; more of them in groups
+USUAL_OUTPUT = 128  # tokens of a reply, before any has been seen
+MEMORY = 32  # requests that an average goes back
+BISECTIONS = 11
+
+
+class Queue(Protocol):
+    """What is asked of a scheduler."""
+
+    running: list[Sequence]
+    waiting: list[Sequence]
+    page_pool: PagePool
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Outputs:
+    """What requests have been like so far, as running means."""
+
+    def __init__(self) -> None:
+        self.computed_share = 1.0  # of a prompt: what no cache had
+        self.tokens_per_second = 0.0  # of prompts that arrive
+        self._length = float(USUAL_OUTPUT)
+        self._to_the_end = 0.5  # share of replies that went on until max_tokens
+        self._finished = self._arrived = 0
+        self._tokens = 0.0  # of a prompt
+        self._gap = 0.0  # seconds between arrivals
+        self._last_arrival: float | None = None
+
+    def arrived(self, request: Request, now: float) -> None:
+        """A request has come, at the time ``now`` in seconds."""
+        if self._last_arrival is not None:
+            self._arrived += 1
+            weight = max(1 / self._arrived, 1 / MEMORY)
+            gap = max(now - self._last_arrival, 1e-6)
+            # Means of gaps and of tokens, not of their ratio: two that come together are no flood.
+            self._gap += weight * (gap - self._gap)
+            self._tokens += weight * (request.num_prompt - self._tokens)
+            self.tokens_per_second = self._tokens / self._gap
+        self._last_arrival = now
+
+    def finished(self, seq: Sequence, num_cached: int = 0) -> None:
+        """A sequence has ended, of whose prompt ``num_cached`` tokens needed no computation."""
+        if seq.num_output == 0 or seq.finish_reason not in ("stop", "length"):
+            return
+        self._finished += 1
+        weight = max(1 / self._finished, 1 / MEMORY)
+        length = float(seq.finish_reason == "length")
+        self._to_the_end += weight * (length - self._to_the_end)
+        self._length += weight * (seq.num_output - self._length)
+        share = 1 - num_cached / seq.request.num_prompt
+        self.computed_share += weight * (share - self.computed_share)
+
+    def expected(self, request: Request, max_model_len: int) -> float:
+        """Tokens of a reply."""
+        most = request.max_length(max_model_len) - request.num_prompt
+        if request.params.max_tokens is None:
+            return float(min(self._length, most))
+        share = self._to_the_end
+        return max(1.0, share * most + (1 - share) * min(self._length, most))
+
+    def remaining(self, seq: Sequence, max_model_len: int) -> float:
+        """Tokens that a sequence which runs will still draw."""
+        expected = self.expected(seq.request, max_model_len)
+        most = seq.request.max_length(max_model_len) - seq.num_tokens
+        # Who is past the mean has, of lengths that vary much, about half of it before them.
+        return min(max(most, 1), max(expected - seq.num_output, expected / 2))
+
+
+def ttft(
+    queue: Queue,
+    cost: CostModel,
+    request: Request,
+    now: float,
+    outputs: Outputs | None = None,
+    *,
+    num_cached: int = 0,
+    boundary: int = 0,
+    pace: float | None = None,
+) -> float:
+    """Predicted seconds from the arrival of ``request`` to its first token.
+
+    To be asked between two steps, at the time ``now``, once the request is in the queue (or before:
+    then all who wait are served first).
+
+    Args:
+        outputs: what has been seen of requests; None assumes the usual.
+        num_cached: tokens of its prompt that the prefix cache has.
+        boundary: where its prompt is cut so that a state can be kept there; 0 if it is not.
+        pace: seconds that a step with decodes may last at most, where steps are kept short.
+    """
+    outputs = outputs or Outputs()
+    line = _Line(queue, cost, outputs, pace)
+    mine = request.sequences[0]
+    ahead, behind = _split(queue.waiting, mine)
+    for seq in queue.running:
+        if seq is mine:
+            num_cached = seq.num_computed
+        elif not seq.decoding:
+            output = outputs.expected(seq.request, queue.max_model_len)
+            line.prompt(seq.num_computed, seq.num_tokens, 1, output)
+    for group in _groups(ahead, outputs, queue.max_model_len):
+        line.admit(group)
+    if mine not in queue.running:
+        line.wait_for_room(1, queue.page_pool.pages_for(mine.num_tokens))
+    stop = mine.num_tokens
+    if num_cached < boundary < stop:
+        line.prompt(num_cached, boundary, 0, 0)
+        line.close()
+        num_cached = boundary
+    line.prompt(num_cached, stop, 1, 0)
+    # Who comes behind fills the rest of its last step.
+    more = sum(seq.num_tokens for seq in islice(behind, GROUPS))
+    more += outputs.tokens_per_second * outputs.computed_share * line.seconds
+    line.fill(int(more))
+    line.close()
+    return line.seconds + max(0.0, now - request.arrival)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Several prompts, as if they were alike."""
+
+    count: int
+    tokens: int  # of each, not cached
+    length: int  # of each, cached tokens included
+    output: float
+
+
+def _split(waiting: list[Sequence], mine: Sequence) -> tuple[list[Sequence], list[Sequence]]:
+    """Who waits before and behind a sequence."""
+    try:
+        place = waiting.index(mine)
+    except ValueError:
+        return waiting, []
+    return waiting[:place], waiting[place + 1 :]
+
+
+def _groups(ahead: list[Sequence], outputs: Outputs, max_model_len: int) -> Iterator[_Group]:
+    size = -(-len(ahead) // GROUPS) or 1
+    for start in range(0, len(ahead), size):
+        group = ahead[start : start + size]
+        length = sum([seq.num_tokens for seq in group]) // len(group)
+        computed = max(1, round(length * outputs.computed_share))
+        output = outputs.expected(group[0].request, max_model_len)
+        yield _Group(len(group), computed, length, output)
+
+
+class _Line:
+    """The steps to come: those that are full at once, and one that is still open.
+
+    ``seconds`` and ``steps`` have passed since now; who decodes leaves at a step known in advance.
+    """
+
+    def __init__(self, queue: Queue, cost: CostModel, outputs: Outputs, pace: float | None) -> None:
+        self.cost, self.pool = cost, queue.page_pool
+        self.budget, self.pace = queue.max_num_batched_tokens, pace
+        decoding = [seq for seq in queue.running if seq.decoding]
+        self.seconds, self.steps = 0.0, 0.0
+        self.places = queue.max_num_seqs - len(queue.running)
+        self.pages = self.pool.num_free
+        self.ends = [  # step, pages given back, context
+            (outputs.remaining(seq, queue.max_model_len), len(seq.pages), seq.num_tokens)
+            for seq in decoding
+        ]
+        heapify(self.ends)
+        self.context = sum(end[2] for end in self.ends)
+        self.begun: list[tuple[float, int, int]] = []  # prompts that end with the open step
+        self.tokens = self.chunks = 0
+        self.flops = 0.0
+        self._room = (-1, 0)
+
+    # Prompts
+
+    def admit(self, group: _Group) -> None:
+        """Prompts that wait: each begins when there is room for it."""
+        pages = self.pool.pages_for(group.length)
+        left = group.count
+        while left:
+            together = min(left, 1 + group.count // 4)  # of a group some begin at once
+            self.wait_for_room(together, together * pages)
+            count = max(1, min(left, self.places, self.pages // pages if pages else left))
+            self.places -= count
+            self.pages -= count * pages
+            start = group.length - group.tokens
+            self.prompt(start, group.length, count, group.output)
+            left -= count
+
+    def prompt(self, start: int, stop: int, count: int, output: float) -> None:
+        """``count`` prompts (0: a part of one, at whose end nothing is drawn) of the tokens
+        ``start .. stop - 1`` each, which then draw ``output`` tokens in all."""
+        tokens = (stop - start) * max(count, 1)
+        each = self.cost.mixing_flops(start, stop) / (stop - start)
+        if self.tokens + tokens > self.room:
+            part = self.room - self.tokens
+            self._take(part, each)
+            self.close()
+            tokens -= part
+            full = (tokens - 1) // self.room  # the last step stays open
+            if full:
+                self._take(self.room, each)
+                tokens -= full * self.tokens
+                self._pass(full)
+        self._take(tokens, each)
+        if count:
+            end, pages = (max(output, 1.0) - 1, self.pool.pages_for(stop))
+            self.begun += [(end, pages, stop)] * count
+            self.chunks += count - 1
+
+    def fill(self, tokens: int) -> None:
+        """Others take what is left of the open step."""
+        tokens = min(tokens, self.room - self.tokens)
+        if tokens > 0:
+            self._take(tokens, self.cost.mixing_flops(0, tokens) / tokens)
+
+    def wait_for_room(self, places: int, pages: int) -> None:
+        """Go on until there is a place and that many pages, or nobody is left to leave."""
+        while self.places < places or self.pages < pages:
+            if self.tokens or self.begun:
+                self.close()
+            elif not self.ends:
+                return
+            else:
+                steps = max(self.ends[0][0] - self.steps, 0.0)
+                if steps:
+                    self.seconds += steps * self._step_seconds()
+                    self.steps += steps
+                self._leave()
+
+    # Steps
+
+    @property
+    def room(self) -> int:
+        """Tokens of prompts that a step has room for."""
+        count = len(self.ends)
+        if self._room[0] != count:
+            self._room = count, self._room_beside(count)
+        return self._room[1]
+
+    def _room_beside(self, count: int) -> int:
+        most = max(1, self.budget - count)
+        if self.pace is None or not count:
+            return most
+        low, high = 1, most + 1
+        for _ in range(BISECTIONS):
+            middle = (low + high) // 2
+            load = self._load(middle, 1, 0.0)
+            low, high = (middle, high) if self.cost.seconds(load) <= self.pace else (low, middle)
+        return low
+
+    def close(self) -> None:
+        """End the open step, if anything is in it."""
+        if not (self.tokens or self.begun):
+            return
+        self._pass(1)
+        for output, pages, context in self.begun:
+            heappush(self.ends, (self.steps + output, pages, context))
+            self.context += context
+        self.begun.clear()
+        self._leave()
+
+    def _pass(self, count: int) -> None:
+        """So many steps like the open one, which is empty again."""
+        self.seconds += count * self._step_seconds()
+        self.steps += count
+        self.tokens = self.chunks = 0
+        self.flops = 0.0
+        self._leave()
+
+    def _take(self, tokens: int, flops_each: float) -> None:
+        self.tokens += tokens
+        self.chunks += tokens > 0
+        self.flops += tokens * flops_each
+
+    def _step_seconds(self) -> float:
+        return self.cost.seconds(self._load(self.tokens, self.chunks, self.flops))
+
+    def _load(self, tokens: int, chunks: int, flops: float) -> StepLoad:
+        load, count = StepLoad(), len(self.ends)
+        if count:
+            self.cost.add_decodes(load, count, self.context / count)
+        if tokens == chunks:  # prompts of a token are like decodes
+            self.cost.add_decodes(load, tokens, 1)
+        else:
+            self.cost.add_chunks(load, chunks, tokens, flops, len(self.begun))
+        return load
+
+    def _leave(self) -> None:
+        while self.ends and self.ends[0][0] <= self.steps:
+            _, pages, context = heappop(self.ends)
+            self.context -= context
+            self.places += 1
+            self.pages += pages
