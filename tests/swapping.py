@@ -11,9 +11,10 @@ from yocolm.engine.swap_space import Move, Mover
 from yocolm.models.spec import ModelSpec, Store
 
 PAGES, SLOTS, BLOCKS, PLACES = 12, 5, 8, 3
-GLOBALS = (Store("global_kv", 2, 8, 12, 3), Store("global_kv", 1, 5, 5, 1))
-WINDOW = Store("window_kv", 2, 6, 6, 1, window=7)
-RECURRENT = Store("recurrent", 3, 4, 6, 1)
+# Sizes that no type wider than the elements divides.
+GLOBALS = (Store("global_kv", 2, 8, 12, 3), Store("global_kv", 1, 5, 7, 1))
+WINDOW = Store("window_kv", 1, 5, 3, 1, window=7)
+RECURRENT = Store("recurrent", 3, 5, 7, 1)
 STORES = {
     "all": (RECURRENT, WINDOW, *GLOBALS),
     "pages": GLOBALS,
@@ -31,7 +32,7 @@ def state_of(
     stores: str = "all", dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PagedState:
     """Filled with random bits, NaN among them."""
-    state = PagedState(spec_of(*STORES[stores]), PAGES, 4, SLOTS, dtype, device)
+    state = PagedState(spec_of(*STORES[stores]), PAGES, 3, SLOTS, dtype, device)
     draw = torch.Generator().manual_seed(3)
     for pool in pools_of(state):
         bits = pool.view(torch.uint8)

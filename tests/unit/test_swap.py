@@ -88,17 +88,32 @@ def test_thousands_of_moves_in_order(kind: Kind, opened: Open) -> None:
     check_moves_in_order(opened(state, kind), state, 3000)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_in_large_batches(
-    kind: Kind, opened: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("batch", "most"), [(1, 1024), (3000, 1024), (1 << 20, 9), (1 << 20, 1)])
+def test_neighbours_go_together_within_bounds(
+    batch: int, most: int, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch ends at ``BATCH`` bytes, and at the most pieces of a call."""
-    for batch, most in ((1, 1024), (3000, 1024), (1 << 20, 5), (1 << 20, 1)):
-        monkeypatch.setattr("yocolm.engine.swap.BATCH", batch)
-        monkeypatch.setattr("yocolm.engine.swap.MOST_PIECES", most)
-        monkeypatch.setattr("yocolm.engine.swap_file.MOST_PIECES", most)
-        state = state_of()
-        check_bits_come_back(opened(state, kind), state)
+    """``BATCH`` bytes, or one page, and the most pieces of a call."""
+    monkeypatch.setattr("yocolm.engine.swap.BATCH", batch)
+    monkeypatch.setattr("yocolm.engine.swap.MOST_PIECES", most)
+    monkeypatch.setattr("yocolm.engine.swap_file.MOST_PIECES", most)
+    sizes: list[tuple[int, int]] = []
+    call = os.pwritev
+
+    def noted(fd: int, pieces: list[memoryview], offset: int) -> int:
+        sizes.append((sum(len(piece) for piece in pieces), len(pieces)))
+        return call(fd, pieces, offset)
+
+    monkeypatch.setattr(os, "pwritev", noted)
+    state = state_of("pages")
+    store = opened(state)
+    page_bytes = sum(map(len, bits_of(page_pools(state), 1)))
+    store.start(Move(1, True, tuple((page, page - 1) for page in range(1, BLOCKS + 1))))
+    assert finish(store, 1) == [(1, None)]
+    assert all(size <= max(batch, page_bytes) and pieces <= most for size, pieces in sizes)
+    if most > 4:
+        together = max(1, min(batch // page_bytes, most // 4))
+        assert len(sizes) == -(-BLOCKS // together)
+    check_bits_come_back(store, state)
 
 
 def test_moves_of_what_is_not_there_are_caught(opened: Open) -> None:
