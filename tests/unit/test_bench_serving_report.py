@@ -14,7 +14,7 @@ from yocolm.bench import charts
 from yocolm.bench.charts import Chart, clock, linear, logarithmic, seconds_text
 from yocolm.bench.recording import PHASES, Recording
 from yocolm.bench.serving_report import report, serving_table
-from yocolm.bench.serving_timeline import MAX_BARS, Timeline, detail_of, grouped
+from yocolm.bench.serving_timeline import DETAIL, MAX_BARS, Timeline, detail_of, grouped
 
 VOID = {"meta", "path", "br"}
 
@@ -119,6 +119,17 @@ def test_what_is_said_of_a_group_is_its_mean(long_run: dict[str, Any]) -> None:
     assert pool["lines"][0][2][0].endswith(f"({charts.count_text(round(used, 1))} pages)")
 
 
+def test_a_pool_that_was_hardly_touched_is_shown_from_near() -> None:
+    result = made_up_run(50)
+    assert "shown" not in Page(report(result)).text
+    most = max(
+        map(sum, zip(*(result["steps"][f"pages_{w}"] for w in ("used", "kept")), strict=True))
+    )
+    result["num_pages"] = 5 * most
+    words = f"of which {charts.bytes_text(round(1.5 * most) * 65536)} are shown"
+    assert words.replace("\N{NO-BREAK SPACE}", " ") in Page(report(result)).text
+
+
 def test_a_long_run_makes_no_large_file(long_run: dict[str, Any]) -> None:
     short, long = (len(report(result)) for result in (made_up_run(1000), long_run))
     assert long < 700_000 and long < 1.3 * short
@@ -170,7 +181,7 @@ def test_the_detail_is_where_the_prompts_are() -> None:
     steps = made_up_run(900)["steps"]
     steps["chunks"] = [0] * 600 + [1] * 100 + [0] * 200
     detail = detail_of(Timeline(steps))
-    assert len(detail.steps["at"]) == 200 and sum(detail.steps["chunks"]) == 100
+    assert len(detail.steps["at"]) == DETAIL == sum(detail.steps["chunks"])
 
 
 def test_shares_add_up_to_what_was_spent() -> None:

@@ -10,6 +10,7 @@ from string import Template
 from typing import Any
 
 from yocolm.bench.charts import (
+    GAP,
     Axis,
     Chart,
     bytes_text,
@@ -345,14 +346,16 @@ def dense(chart: Chart, points: list[tuple[float, float]]) -> dict[str, list[tup
 
 
 def _histogram(title: str, pairs: list[tuple[float, float]]) -> str:
-    edge, count = 0.5, 40
+    off = sorted(abs(predicted / actual - 1) for predicted, actual in pairs)
+    edge, count = (0.5 if quantile(off, 0.9) < 0.4 else 1.0), 40
     width = 2 * edge / count
     bins = [0] * count
     for predicted, actual in pairs:
         place = int((predicted / actual - 1 + edge) / width)
         bins[min(max(place, 0), count - 1)] += 1
     shares = [value / len(pairs) for value in bins]
-    x = Axis(-edge, edge, tuple((v / 100, f"{v:+d} %" if v else "0") for v in range(-50, 51, 25)))
+    marks = (edge * share for share in (-1, -0.5, 0, 0.5, 1))
+    x = Axis(-edge, edge, tuple((v, f"{100 * v:+.0f}{GAP}%" if v else "0") for v in marks))
     chart = Chart(
         x,
         linear(0, max(shares) * 1.05, percent_text, 4),
@@ -365,7 +368,7 @@ def _histogram(title: str, pairs: list[tuple[float, float]]) -> str:
     chart.area("soft", [(-0.1, 0.1, 0.0, max(shares) * 1.05)])
     chart.area("c1 bars", spans)
     chart.mark("diagonal", 0.0)
-    return chart.html(("error", "share"))
+    return chart.html()
 
 
 def _phase_errors(steps: dict[str, list[float]]) -> str:

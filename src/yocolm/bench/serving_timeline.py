@@ -30,7 +30,7 @@ PHASE_NAMES = {
     "overhead": "overhead",
 }
 MAX_BARS = 320  # of a chart over time: more steps are put together
-DETAIL = 200  # steps that are shown one by one
+DETAIL = 100  # steps that are shown one by one
 LONGEST = 8
 
 
@@ -111,19 +111,31 @@ def pools_section(result: dict[str, Any], timeline: Timeline) -> str:
             continue
         count = result[f"num_{unit}"]
         about = f"{count:,} {what}, {bytes_text(size)} each: {bytes_text(count * size)} in all"
-        parts.append(card(title, about, _pool_chart(title, unit, size, count, timeline)))
+        top = _shown(timeline, unit, count)
+        if top < count:
+            about += f", of which {bytes_text(top * size)} are shown"
+        parts.append(card(title, about, _pool_chart(title, unit, size, count, top, timeline)))
     key = legend([("used", "in use"), ("kept", "kept by the prefix cache"), ("free", "free")])
     none = f'<p class="aside">This model has no {" and no ".join(absent)}.</p>' if absent else ""
     return f'{key}<div class="grid three">{"".join(parts)}</div>{none}{_swapped(pools, timeline)}'
 
 
-def _pool_chart(title: str, unit: str, size: int, count: int, timeline: Timeline) -> str:
+def _shown(timeline: Timeline, unit: str, count: int) -> int:
+    """How much of a pool of ``count`` a chart shows: all, unless most of it was never touched."""
+    steps = timeline.steps
+    taken = max(map(sum, zip(steps[f"{unit}_used"], steps[f"{unit}_kept"], strict=True)))
+    return count if taken > count / 4 else max(1, round(1.5 * taken))
+
+
+def _pool_chart(
+    title: str, unit: str, size: int, count: int, shown: int, timeline: Timeline
+) -> str:
     used, kept = timeline.mean(f"{unit}_used"), timeline.mean(f"{unit}_kept")
-    spans, top = timeline.lasting(), count * size
+    spans, top = timeline.lasting(), shown * size
     most = max((u + k for u, k in zip(used, kept, strict=True)), default=0.0)
     says = (
         f"{title} over {seconds_text(timeline.end)}: at most {bytes_text(size * max(used))} in use"
-        f" and {bytes_text(size * most)} with what is kept, of {bytes_text(top)}"
+        f" and {bytes_text(size * most)} with what is kept, of {bytes_text(count * size)}"
     )
     y = Axis(0, top, tuple((share * top, bytes_text(share * top)) for share in (0, 0.5, 1)))
     chart = Chart(clock(0, timeline.end, 4), y, says)
