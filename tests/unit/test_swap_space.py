@@ -41,7 +41,7 @@ def test_misuse_is_caught() -> None:
 @pytest.mark.parametrize(
     ("space", "page", "slot", "seqs", "expected"),
     [
-        (1000, 10, 0, 8, (100, 0)),  # a Transformer: no state
+        (1000, 10, 0, 8, (100, 8)),  # a Transformer: its places take nothing
         (1000, 0, 10, 8, (0, 8)),  # nothing that grows
         (1000, 0, 400, 8, (0, 2)),
         (1000, 10, 20, 8, (84, 8)),  # as many places as sequences, blocks in the rest

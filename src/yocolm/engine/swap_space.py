@@ -69,7 +69,8 @@ class SwapSpace:
     @classmethod
     def sized(cls, space_bytes: int, page_bytes: int, slot_bytes: int, max_seqs: int) -> SwapSpace:
         """What fits into ``space_bytes``: places for up to ``max_seqs`` slots in at most half of it
-        (all of it without pages), blocks in what is left. 0 bytes: nothing.
+        (all of it without pages; ``max_seqs`` that take nothing without state), blocks in what is
+        left. 0 bytes: nothing.
 
         Args:
             page_bytes, slot_bytes: of one page in all global KVs (0: the model has none), and of
@@ -86,7 +87,7 @@ class SwapSpace:
                 f"swap_space of {space_bytes} bytes holds no sequence: a page takes {page_bytes} "
                 f"and a state {slot_bytes} bytes. Give at least {least}, or 0 to do without"
             )
-        places = 0
+        places = max_seqs
         if slot_bytes:
             share = min(max(slot_bytes, space_bytes // 2), space_bytes - page_bytes)
             places = min(max_seqs, (share if page_bytes else space_bytes) // slot_bytes)
