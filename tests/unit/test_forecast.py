@@ -7,13 +7,15 @@ import random
 import pytest
 
 from yocolm.engine.cost import CostModel
-from yocolm.engine.forecast import USUAL_OUTPUT, Outputs, ttft
+from yocolm.engine.forecast import USUAL_OUTPUT, Forecaster, Outputs, ttft
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import StepResult
 from yocolm.engine.request import Request
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.scheduler import Scheduler
+from yocolm.engine.settings import EngineSettings, PoolSizes
+from yocolm.engine.setup import make_scheduler
 from yocolm.models.presets import preset
 from yocolm.models.spec import model_spec
 
@@ -39,7 +41,8 @@ class World:
         self.count += 1
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         at = self.now if arrival is None else arrival
-        return Request(str(self.count), [0] * prompt, params, arrival=at)
+        ids = [prompt, *range(1, prompt)]
+        return Request(str(self.count), ids, params, arrival=at)
 
     def add(self, prompt: int, output: int, arrival: float | None = None) -> Request:
         request = self.request(prompt, output, arrival)
@@ -166,6 +169,50 @@ def test_in_a_stream_of_arrivals() -> None:
     assert sum(errors) / len(errors) < 0.08
 
 
+def cached_world(policy: str, seqs: int = 16) -> World:
+    """With a prefix cache that keeps states, and the policy of that name."""
+    world = World(cost_model(), seqs=seqs)
+    settings = EngineSettings(max_num_batched_tokens=512, policy=policy)  # type: ignore[arg-type]
+    sizes = PoolSizes(4001, 2 * seqs + 1, seqs)
+    spec = model_spec(preset("160M"))
+    world.queue = make_scheduler(settings, spec, 2, sizes, LENGTH, world.cost)
+    return world
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "traffic"])
+@pytest.mark.parametrize("prompt", [20, 64, 65, 1000, 4000])
+def test_with_a_prefix_cache(policy: str, prompt: int) -> None:
+    """A prompt is cut at its last page boundary; sent again, little of it is computed."""
+    world = cached_world(policy)
+    forecaster = Forecaster(world.queue, world.cost)
+    taken = []
+    for _ in range(2):
+        request = world.add(prompt, 5)
+        guess = forecaster.arrived(request, world.now)
+        taken.append(world.until_first(request))
+        assert guess == pytest.approx(taken[-1], rel=0.06)
+        while world.queue.has_unfinished:
+            world.step()
+        forecaster.ended(request.sequences[0])
+    assert prompt < 500 or taken[1] < 0.5 * taken[0]
+    assert forecaster.outputs.computed_share < 1 or prompt < 65
+
+
+def test_who_is_due_first_goes_first() -> None:
+    world = cached_world("traffic")
+    forecaster = Forecaster(world.queue, world.cost)
+    for _ in range(4):
+        world.add(100, 300)
+    for _ in range(10):
+        world.step()
+    for _ in range(3):  # long prompts, whose targets are far away
+        world.add(5000, 5)
+    request = world.add(50, 5)
+    guess = forecaster.arrived(request, world.now)
+    assert guess == pytest.approx(world.until_first(request), rel=0.1)
+    assert guess < 0.2 * ttft(world.queue, world.cost, request, world.now)
+
+
 def test_what_has_passed_since_the_arrival_counts() -> None:
     world = World(cost_model())
     world.now = 5.0
@@ -190,8 +237,8 @@ def test_cached_tokens_and_boundaries() -> None:
     request = world.add(1000, 5)
 
     def guess(num_cached: int = 0, boundary: int = 0) -> float:
-        options = {"num_cached": num_cached, "boundary": boundary}
-        return ttft(world.queue, world.cost, request, world.now, None, **options)
+        queue, cost = world.queue, world.cost
+        return ttft(queue, cost, request, world.now, num_cached=num_cached, boundary=boundary)
 
     assert guess(num_cached=960) < 0.3 * guess()
     assert guess(boundary=960) > guess() > guess(num_cached=500) > guess(num_cached=960)
@@ -207,7 +254,8 @@ def test_steps_kept_short_take_longer() -> None:
     decode = world.cost.solo_tpot(500)
 
     def guess(pace: float | None) -> float:
-        return ttft(world.queue, world.cost, request, world.now, pace=pace)
+        short = None if pace is None else (pace, pace)
+        return ttft(world.queue, world.cost, request, world.now, pace=short)
 
     assert guess(None) < guess(3 * decode) < guess(1.5 * decode)
     assert guess(100.0) == guess(None)

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from yocolm.engine.cost import CostModel, StepLoad
 from yocolm.engine.pages import PagePool
+from yocolm.engine.policy import Traffic, slack_of
 from yocolm.engine.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from yocolm.engine.scheduler import Scheduler
 
 GROUPS = 32  # of waiting requests that are looked at one by one; more of them in groups
 USUAL_OUTPUT = 128  # tokens of a reply, before any has been seen
@@ -95,7 +99,8 @@ def ttft(
     *,
     num_cached: int = 0,
     boundary: int = 0,
-    pace: float | None = None,
+    pace: tuple[float, float] | None = None,
+    ahead: list[Sequence] | None = None,
 ) -> float:
     """Predicted seconds from the arrival of ``request`` to its first token.
 
@@ -106,12 +111,18 @@ def ttft(
         outputs: what has been seen of requests; None assumes the usual.
         num_cached: tokens of its prompt that the prefix cache has.
         boundary: where its prompt is cut so that a state can be kept there; 0 if it is not.
-        pace: seconds that a step with decodes may last at most, where steps are kept short.
+        pace: seconds that the next step with decodes may last at most, and the steps after it,
+            where these are kept short.
+        ahead: those who wait and go first, where that is not by their places in the queue.
     """
     outputs = outputs or Outputs()
     line = _Line(queue, cost, outputs, pace)
     mine = request.sequences[0]
-    ahead, behind = _split(queue.waiting, mine)
+    if ahead is None:
+        ahead, behind = _split(queue.waiting, mine)
+    else:
+        first = {id(seq) for seq in ahead}
+        behind = [seq for seq in queue.waiting if id(seq) not in first and seq is not mine]
     for seq in queue.running:
         if seq is mine:
             num_cached = seq.num_computed
@@ -134,6 +145,65 @@ def ttft(
     line.fill(int(more))
     line.close()
     return line.seconds + max(0.0, now - request.arrival)
+
+
+class Forecaster:
+    """Says of each request that comes when its first token will, and learns from those that end."""
+
+    def __init__(self, scheduler: Scheduler, cost: CostModel) -> None:
+        self.scheduler, self.cost, self.outputs = scheduler, cost, Outputs()
+
+    def arrived(self, request: Request, now: float) -> float:
+        """Predicted seconds from the arrival of ``request``, just queued, to its first token.
+
+        To be called once for each request, between two steps, at the time ``now``.
+        """
+        self.outputs.arrived(request, now)
+        cache, pool = self.scheduler.memory.cache, self.scheduler.page_pool
+        num_cached = boundary = 0
+        if cache is not None:
+            last = min(request.num_prompt - 1, request.scored_rows.start)
+            num_cached = cache.match(request.prompt_array, last).length
+            if cache.stateful:
+                boundary = (request.num_prompt - 1) // pool.page_size * pool.page_size
+        pace = ahead = None
+        if isinstance(self.scheduler.policy, Traffic):
+            pace, ahead = self._pace(now), self._due_before(request)
+        return ttft(
+            self.scheduler,
+            self.cost,
+            request,
+            now,
+            self.outputs,
+            num_cached=num_cached,
+            boundary=boundary,
+            pace=pace,
+            ahead=ahead,
+        )
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended, whatever the reason."""
+        self.outputs.finished(seq, seq.num_cached)
+
+    def _pace(self, now: float) -> tuple[float, float] | None:
+        """What the next step may last, until a token is due that is not late already, and those
+        after it: the pace of those who decode, the quickest of them."""
+        decoding = [seq for seq in self.scheduler.running if seq.decoding]
+        targets = [seq.request.tpot_target for seq in decoding]
+        pace = min([target for target in targets if target is not None], default=None)
+        if pace is None:
+            return None
+        slacks = [slack for slack in (slack_of(seq, now) for seq in decoding) if slack > 0]
+        return min(slacks, default=float("inf")), pace
+
+    def _due_before(self, request: Request) -> list[Sequence]:
+        due = _due(request)
+        waiting = [seq for seq in self.scheduler.waiting if seq.request is not request]
+        return [seq for seq in waiting if _due(seq.request) <= due]
+
+
+def _due(request: Request) -> float:
+    return request.due + (request.ttft_target or 0.0)
 
 
 @dataclass(slots=True)
@@ -171,7 +241,9 @@ class _Line:
     ``seconds`` and ``steps`` have passed since now; who decodes leaves at a step known in advance.
     """
 
-    def __init__(self, queue: Queue, cost: CostModel, outputs: Outputs, pace: float | None) -> None:
+    def __init__(
+        self, queue: Queue, cost: CostModel, outputs: Outputs, pace: tuple[float, float] | None
+    ) -> None:
         self.cost, self.pool = cost, queue.page_pool
         self.budget, self.pace = queue.max_num_batched_tokens, pace
         decoding = [seq for seq in queue.running if seq.decoding]
@@ -196,7 +268,7 @@ class _Line:
         pages = self.pool.pages_for(group.length)
         left = group.count
         while left:
-            together = min(left, 1 + group.count // 4)  # of a group some begin at once
+            together = min(left, 1 + group.count // 2)  # of a group some begin at once
             self.wait_for_room(together, together * pages)
             count = max(1, min(left, self.places, self.pages // pages if pages else left))
             self.places -= count
@@ -260,11 +332,12 @@ class _Line:
         most = max(1, self.budget - count)
         if self.pace is None or not count:
             return most
+        allowed = self.pace[self.steps > 0]
         low, high = 1, most + 1
         for _ in range(BISECTIONS):
             middle = (low + high) // 2
             load = self._load(middle, 1, 0.0)
-            low, high = (middle, high) if self.cost.seconds(load) <= self.pace else (low, middle)
+            low, high = (middle, high) if self.cost.seconds(load) <= allowed else (low, middle)
         return low
 
     def close(self) -> None:
@@ -282,6 +355,7 @@ class _Line:
         """So many steps like the open one, which is empty again."""
         self.seconds += count * self._step_seconds()
         self.steps += count
+        self._room = -1, 0
         self.tokens = self.chunks = 0
         self.flops = 0.0
         self._leave()
