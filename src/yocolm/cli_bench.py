@@ -30,13 +30,9 @@ VLLM_MODES = {  # name: (fast prefill, eager)
 
 
 MIX_PROMPTS = 100  # requests of a mix, unless set
-_SERVING = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "kv_memory",
-    "fast_prefill",
-)
+_SERVING = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "page_size")
+_SERVING += ("mean_tokens", "swap_space", "policy", "ttft_target", "tpot_target")
+_SERVING += ("prefix_caching", "fast_prefill")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """`yocolm bench serving`: the replay of a trace on a tiny model, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +165,28 @@ def test_what_cannot_fit_is_said_before_anything_runs() -> None:
 
 def test_an_engine_is_left_as_it_was() -> None:
     engine, seen = make_engine(NAME), []
+    before = engine.watch.observer, engine.watch.learns
     with observed(engine, seen.append):
         engine.add_request("a", [1, 2, 3])
         engine.step()
     engine.step()
     [record] = seen
     assert isinstance(record, StepRecord) and record.load.tokens == 3
+    assert (engine.watch.observer, engine.watch.learns) == before
+
+
+def test_targets_are_the_requests_then_the_engines_then_multiples_of_a_run_alone() -> None:
+    engine = make_engine(NAME)
+    trace = [TraceRequest(0.0, 30, 6, ttft_target=9.0), TraceRequest(0.0, 20, 4)]
+    assert [r.tpot_target for r in Replay(engine, trace).run().requests] == [None, None]
+    solo = engine.cost.copy()
+    first, second = Replay(engine, trace, solo=solo).run().requests
+    assert first.ttft_target == 9.0
+    assert second.ttft_target == pytest.approx(5 * solo.solo_ttft(20))
+    assert first.tpot_target == pytest.approx(2 * solo.solo_tpot(33))
+    engine.settings = replace(engine.settings, tpot_target=0.5)
+    second = Replay(engine, trace, solo=solo).run().requests[1]
+    assert second.tpot_target == 0.5 and second.meets is not None
 
 
 def test_percentiles_errors_and_targets() -> None:

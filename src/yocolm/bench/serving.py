@@ -18,12 +18,13 @@ import torch
 from yocolm import __version__
 from yocolm.bench.recording import Recording, RequestTimes, pool_sizes
 from yocolm.config import ModelConfig
-from yocolm.engine.cost import StepCost, StepLoad
+from yocolm.engine.cost import CostModel
 from yocolm.engine.engine import Engine, require_device
 from yocolm.engine.outputs import RequestOutput
+from yocolm.engine.policy import TPOT_FACTOR, TTFT_FACTOR
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
 from yocolm.engine.settings import EngineSettings
-from yocolm.engine.steps import PoolUsage, StepRecord
+from yocolm.engine.steps import Observer
 from yocolm.engine.trace import Tokens, Trace, TraceRequest
 from yocolm.errors import ConfigError, RequestError
 from yocolm.models.base import CausalLM
@@ -78,8 +79,12 @@ class _Live:
 
 
 class Replay:
-    """One run of a trace. ``max_concurrency``: requests that are in the engine at once; others are
-    sent, and counted as arrived, when one of these has ended."""
+    """One run of a trace.
+
+    max_concurrency: requests that are in the engine at once; others are sent, and counted as
+        arrived, when one of these has ended.
+    solo: what requests take alone; targets that nobody gives are multiples of it, if it is there.
+    """
 
     def __init__(
         self,
@@ -88,10 +93,11 @@ class Replay:
         *,
         seed: int = 0,
         max_concurrency: int | None = None,
+        solo: CostModel | None = None,
         say: Say = lambda _: None,
     ) -> None:
         check_lengths(engine, trace)
-        self._engine, self._say = engine, say
+        self._engine, self._say, self._solo = engine, say, solo
         self._limit = max_concurrency or len(trace)
         media = (token for _, token in engine.config.media_token_ids)
         self._prompts = Prompts(trace, engine.config.vocab_size, media, seed)
@@ -144,9 +150,13 @@ class Replay:
         times = RequestTimes(
             due,
             len(prompt),
-            ttft_target=request.ttft_target,
-            tpot_target=request.tpot_target,
+            ttft_target=request.ttft_target or self._engine.settings.ttft_target,
+            tpot_target=request.tpot_target or self._engine.settings.tpot_target,
         )
+        if self._solo is not None:
+            context = request.prompt_tokens + request.output_tokens // 2
+            times.ttft_target = times.ttft_target or TTFT_FACTOR * self._solo.solo_ttft(len(prompt))
+            times.tpot_target = times.tpot_target or TPOT_FACTOR * self._solo.solo_tpot(context)
         self.recording.requests.append(times)
         params = SamplingParams(
             temperature=0,
@@ -154,13 +164,9 @@ class Replay:
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
-        wishes: dict[str, Any] = {
-            name: value
-            for name in ("priority", "ttft_target", "tpot_target")
-            if (value := getattr(request, name))
-        }
+        urgency = request.priority, request.ttft_target, request.tpot_target
         try:
-            self._engine.enqueue(str(index), prompt, params, None, begin + due, **wishes)
+            self._engine.enqueue(str(index), prompt, params, None, begin + due, *urgency)
         except RequestError as error:
             times.error = str(error)
             return False
@@ -201,7 +207,7 @@ class Replay:
         times.output_tokens, times.cached_tokens = len(live.output), output.num_cached_tokens
         if output.metrics is not None:
             times.preemptions = output.metrics.num_preemptions
-            times.predicted_ttft = getattr(output.metrics, "predicted_ttft", None)
+            times.predicted_ttft = output.metrics.predicted_ttft
         if len(self._live) == self._limit - 1:
             self._room_since = now
         session = live.request.session
@@ -245,55 +251,15 @@ def check_lengths(engine: Engine, trace: Trace) -> None:
 
 
 @contextmanager
-def observed(engine: Engine, observer: Callable[[StepRecord], None]) -> Iterator[None]:
-    """While its block runs, every step of ``engine`` is told to ``observer``."""
-    step = engine.step
-
-    def told() -> list[RequestOutput]:
-        before, begin = replace(engine.runner.stats), time.monotonic()
-        outputs = step()
-        observer(_record(engine, before, begin))
-        return outputs
-
-    engine.step = told
+def observed(engine: Engine, observer: Observer) -> Iterator[None]:
+    """While its block runs, ``observer`` is told of every step, and first tokens are predicted."""
+    watch = engine.watch
+    before = watch.observer, watch.learns
+    watch.observer, watch.learns = observer, True
     try:
         yield
     finally:
-        engine.step = step
-
-
-def _record(engine: Engine, before: Any, begin: float) -> StepRecord:
-    seconds = time.monotonic() - begin
-    after, scheduler = engine.runner.stats, engine.scheduler
-    pages, slots = scheduler.page_pool, scheduler.slot_pool
-    running = len(scheduler.running)
-    write, commit, read, sample = (
-        getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds")
-        for name in ("write", "commit", "read", "sample")
-    )
-    tokens = after.write_tokens - before.write_tokens
-    return StepRecord(
-        begin,
-        seconds,
-        StepLoad(
-            tokens=tokens,
-            rows=after.read_rows - before.read_rows,
-            sequences=running,
-            chunks=int(tokens > running),
-        ),
-        StepCost(write, commit, read, sample, seconds - write - commit - read - sample),
-        StepCost(),
-        PoolUsage(
-            pages.capacity,
-            slots.capacity,
-            pages.capacity - pages.num_free,
-            0,
-            slots.capacity - slots.num_free,
-            0,
-        ),
-        running,
-        len(scheduler.waiting),
-    )
+        watch.observer, watch.learns = before
 
 
 @dataclass(frozen=True)
@@ -337,21 +303,32 @@ def measure_serving(
     """
     place = require_device(device)
     module, config = load_model(model, dtype, place, packed=True, show_progress=True)
-    lengths = sweep.fitting(config.max_position_embeddings) if sweep else ()
+    limit = settings.max_model_len or config.max_position_embeddings
+    lengths = sweep.fitting(limit) if sweep else ()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         engine = Engine(cast(CausalLM, module), config, settings=settings)
         result = _about(engine, model, str(place), threads, trace_name)
-        run = Replay(engine, trace, seed=seed, max_concurrency=max_concurrency, say=say)
-        result |= run.run().to_json()
-        result["interrupted"], result["sweep"] = run.interrupted, []
-        del engine, run  # and their pools
-        if sweep is not None and not result["interrupted"]:
+        try:
+            result |= _replayed(engine, trace, seed, max_concurrency, say)
+        finally:
+            engine.close()
+        del engine  # and its pools
+        if sweep is not None and lengths and not result["interrupted"]:
             result["sweep"] = _sweep(module, config, settings, sweep, lengths, say)
     finally:
         torch.set_num_threads(before)
     return result
+
+
+def _replayed(
+    engine: Engine, trace: Trace, seed: int, max_concurrency: int | None, say: Say
+) -> dict[str, Any]:
+    solo = engine.cost.copy()
+    run = Replay(engine, trace, seed=seed, max_concurrency=max_concurrency, solo=solo, say=say)
+    recording = run.run()
+    return {**recording.to_json(), "interrupted": run.interrupted, "sweep": []}
 
 
 def _about(
@@ -379,42 +356,50 @@ def _sweep(
     config: ModelConfig,
     settings: EngineSettings,
     sweep: Sweep,
-    lengths: Iterable[int],
+    lengths: tuple[int, ...],
     say: Say,
 ) -> list[dict[str, Any]]:
     """Seconds to the first token and per token, fast prefill on and off in turn, for each
     concurrency with each prompt length: one value a request, of twice as many as may be at once."""
-    most = max(sweep.concurrencies)
-    engines = {
-        side: Engine(
-            cast(CausalLM, module),
-            config,
-            settings=replace(settings, max_num_seqs=most, fast_prefill=side == "on"),
-        )
-        for side in ("on", "off")
-    }
+    small = replace(
+        settings,
+        max_num_seqs=max(sweep.concurrencies),
+        max_model_len=max(lengths) + sweep.decode,
+    )
+    engines: dict[str, Engine] = {}
     cells = []
-    for concurrency in sweep.concurrencies:
-        for length in lengths:
-            say(f"sweep: {concurrency} at once, prompts of {length}")
-            sides = {side: {"ttft": [], "tpot": []} for side in engines}
-            for repeat in range(-1, sweep.repeats):  # the first only meets new shapes
-                for side, engine in engines.items():
-                    count = 2 * concurrency if repeat >= 0 else 1
-                    trace = [TraceRequest(0.0, length, sweep.decode)] * count
-                    seed = repeat + 1 + 1009 * length + 31 * concurrency
-                    run = Replay(engine, trace, seed=seed, max_concurrency=concurrency)
-                    recording = run.run()
-                    if run.interrupted:
-                        return cells
-                    for request in recording.requests if repeat >= 0 else ():
-                        _collect(sides[side], request)
-            cells.append({"concurrency": concurrency, "prompt": length, "sides": sides})
+    try:
+        for side in ("on", "off"):
+            fast = replace(small, fast_prefill=side == "on")
+            engines[side] = Engine(cast(CausalLM, module), config, settings=fast)
+        for concurrency in sweep.concurrencies:
+            for length in lengths:
+                say(f"sweep: {concurrency} at once, prompts of {length}")
+                sides = _cell(engines, concurrency, length, sweep)
+                cells.append({"concurrency": concurrency, "prompt": length, "sides": sides})
+    except KeyboardInterrupt:
+        say("interrupted: the sweep ends here")
+    finally:
+        for engine in engines.values():
+            engine.close()
     return cells
 
 
-def _collect(found: dict[str, list[float]], request: RequestTimes) -> None:
-    for name in ("ttft", "tpot"):
-        value = getattr(request, name)
-        if value is not None:
-            found[name].append(value)
+def _cell(
+    engines: dict[str, Engine], concurrency: int, length: int, sweep: Sweep
+) -> dict[str, dict[str, list[float]]]:
+    sides: dict[str, dict[str, list[float]]] = {side: {"ttft": [], "tpot": []} for side in engines}
+    for repeat in range(sweep.repeats + 1):  # the first is not counted: it only meets new shapes
+        for side, engine in engines.items():
+            trace = [TraceRequest(0.0, length, sweep.decode)] * (2 * concurrency if repeat else 1)
+            seed = repeat + 1009 * length + 31 * concurrency
+            run = Replay(engine, trace, seed=seed, max_concurrency=concurrency)
+            recording = run.run()
+            if run.interrupted:
+                raise KeyboardInterrupt
+            for request in recording.requests if repeat else ():
+                for name, found in sides[side].items():
+                    value = getattr(request, name)
+                    if value is not None:
+                        found.append(value)
+    return sides
