@@ -21,7 +21,8 @@ from yocolm.server.serve import bind, serve
 from yocolm.server.settings import PREFIX, ServerSettings, gather
 
 _ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_memory", "page_size")
-_ENGINE += ("compile",)
+_ENGINE += ("compile", "num_checkpoints", "checkpoint_spacing", "mean_tokens", "swap_space")
+_ENGINE += ("policy", "ttft_target", "tpot_target", "priority_aging")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=settings.device,
         prompt_logprobs=settings.prompt_logprobs,
         enforce_eager=settings.eager,
+        enable_prefix_caching=settings.prefix_caching,
         **{name: value for name, value in engine.items() if value is not None},
     )
     generation = load_generation_config(source) if settings.generation_config == "auto" else {}

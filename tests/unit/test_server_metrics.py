@@ -84,13 +84,21 @@ def test_what_a_server_counts() -> None:
         assert one(f"{name}_count") == 2 and one(f"{name}_sum") > 0
     assert one("inter_token_latency_seconds_count") == 4
     assert one("request_queue_time_seconds_count") == 2
-    assert one("write_tokens_total") == 44 and one("read_rows_total") == 6
-    assert one("skipped_rows_total") == 38
-    assert one("step_write_tokens_sum") == 44 and one("step_read_rows_sum") == 6
-    assert one("step_read_rows_count") == one("engine_steps_total") == 6
+    # Of the second prompt, 16 of 20 tokens are known; the first one is cut there, for them.
+    assert one("prefix_cache_queries_total") == 40 and one("prefix_cache_hits_total") == 16
+    assert one("write_tokens_total") == 28 and one("read_rows_total") == 6
+    assert one("skipped_rows_total") == 22
+    assert one("step_write_tokens_sum") == 28 and one("step_read_rows_sum") == 6
+    assert one("step_read_rows_count") == one("engine_steps_total") == 7
     assert one("num_requests_running") == one("num_requests_waiting") == 0
     for pool in ("global_kv", "window", "recurrent"):
         assert one("pool_bytes", pool=pool) == 0
+    for pool in ("global_kv", "recurrent"):
+        capacity = one("pool_capacity_bytes", pool=pool)
+        assert 0 < one("pool_kept_bytes", pool=pool) < capacity
+    assert one("num_requests_swapped") == one("swap_bytes") == 0
+    for kind in ("swap", "recompute"):
+        assert one("preemptions_by_kind_total", kind=kind) == 0
     assert one("pool_capacity_bytes", pool="global_kv") > 0
     for phase in ("self_prefill", "kv_finalize", "cross_decode", "sample"):
         assert one("phase_seconds_total", phase=phase) > 0

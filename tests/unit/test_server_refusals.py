@@ -67,7 +67,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": ["a"]}, "bad_words", "not supported"),
     ({"priority": 1.5}, "priority", "1.5"),
     ({"priority": True}, "priority", "True"),
-    ({"priority": 2**31}, "priority", "less than or equal to 2147483647"),
+    ({"priority": 2**31 + 1}, "priority", "less than or equal to 2147483648"),
     ({"ttft_target": 0}, "ttft_target", "greater than 0"),
     ({"tpot_target": -0.5}, "tpot_target", "-0.5"),
     ({"ttft_target": "1"}, "ttft_target", "'1'"),

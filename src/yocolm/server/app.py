@@ -20,10 +20,8 @@ from yocolm.engine.engine import Engine
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import ConfigError, RequestError
 from yocolm.server import chat, completions, extra, page, protocol
-from yocolm.server.engine_view import EngineView
 from yocolm.server.errors import ApiError, ClientGone, failed
 from yocolm.server.gate import REQUEST_ID, Gate
-from yocolm.server.history import History
 from yocolm.server.live import Live
 from yocolm.server.loop import EngineLoop
 from yocolm.server.params import DEFAULTS
@@ -89,9 +87,8 @@ def make_service(
             "with --generation-config none"
         ) from error
     ends = given.get("stop_strings") or ()
-    history = History()
-    loop = EngineLoop(engine, telemetry, capacity, history)
-    live = Live(EngineView(engine), history, loop, telemetry, settings, names)
+    loop = EngineLoop(engine, telemetry, capacity)
+    live = Live(loop, telemetry, settings, names)
     return Service(engine, loop, telemetry, live, template, settings, names, defaults, ends)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from yocolm.engine.cost import StepCost, StepLoad
 from yocolm.engine.engine import Engine
+from yocolm.engine.prefix import PrefixStats
 from yocolm.engine.request import Sequence, Status
 from yocolm.engine.steps import PoolUsage, StepRecord
 
@@ -30,8 +30,21 @@ class PoolBytes:
     capacity: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """What is in the engine: sequences, and what they and the prefix cache hold."""
+
+    running: int
+    waiting: int  # those that were swapped out included
+    usage: PoolUsage
+
+    @property
+    def swapped(self) -> int:
+        return self.usage.states_swapped
+
+
 class EngineView:
-    """Reads one engine."""
+    """Reads one engine. ``held`` is as the engine's thread last told it, whole."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -42,39 +55,25 @@ class EngineView:
             "recurrent": list(state.recurrent),
         }
         self._each = {kind: sum(map(_bytes_each, tensors[kind])) for kind in KINDS}
-        self._seen = self._totals()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Requests have come or gone without a step. Called in the engine's thread."""
+        scheduler = self._engine.scheduler
+        usage = scheduler.memory.usage()
+        self.held = Held(len(scheduler.running), len(scheduler.waiting), usage)
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step has been run. Called in the engine's thread."""
+        self.held = Held(record.running, record.waiting, record.usage)
 
     @property
     def policy(self) -> str:
-        return "fcfs"
+        return self._engine.settings.policy
 
-    @property
-    def num_running(self) -> int:
-        return len(self._engine.scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._engine.scheduler.waiting)
-
-    @property
-    def num_swapped(self) -> int:
-        return 0
-
-    def usage(self) -> PoolUsage:
-        """Pages and slots by whom they are held."""
-        pages, slots = self._engine.scheduler.page_pool, self._engine.scheduler.slot_pool
-        return PoolUsage(
-            num_pages=pages.capacity,
-            num_slots=slots.capacity,
-            pages_used=pages.capacity - pages.num_free,
-            pages_kept=0,
-            slots_used=slots.capacity - slots.num_free,
-            slots_kept=0,
-        )
-
-    def pool(self, kind: str, usage: PoolUsage | None = None) -> PoolBytes:
+    def pool(self, kind: str) -> PoolBytes:
         """The bytes of one of KINDS, of which models without such a state have none."""
-        usage, each = usage or self.usage(), self._each[kind]
+        usage, each = self.held.usage, self._each[kind]
         if kind == "global_kv":
             counts = usage.pages_used, usage.pages_kept, usage.num_pages
         else:
@@ -82,35 +81,27 @@ class EngineView:
         used, kept, capacity = (each * count for count in counts)
         return PoolBytes(kind, used, kept, capacity)
 
-    def swap(self, usage: PoolUsage) -> dict[str, int]:
+    def swap(self) -> tuple[int, int]:
         """Bytes outside the pools, of sequences that were swapped out, and room for them."""
-        return {"used": 0, "capacity": 0}
+        transfers, usage = self._engine.scheduler.memory.transfers, self.held.usage
+        if transfers is None:
+            return 0, 0
+        page = self._each["global_kv"]
+        slot = self._each["window"] + self._each["recurrent"]
+        space = transfers.space
+        used = page * usage.blocks_swapped + slot * usage.states_swapped
+        return used, page * space.num_blocks + slot * space.num_places
 
-    def predicted_ttft(self, request_id: str) -> float | None:
-        """Seconds from the arrival of a request to its first token, as the engine expects it."""
-        return None
+    def prefix_stats(self) -> PrefixStats:
+        """Totals of the prefix cache; of an engine without one, zeros."""
+        cache = self._engine.scheduler.memory.cache
+        return PrefixStats() if cache is None else cache.stats
 
-    # Steps
-
-    def step(self, at: float, seconds: float) -> StepRecord:
-        """The step that has just been run, from what has changed since the one before."""
-        before, self._seen = self._seen, self._totals()
-        tokens, rows, write, commit, read, sample = (
-            new - old for new, old in zip(self._seen, before, strict=True)
-        )
-        phases = StepCost(write, commit, read, sample)
-        overhead = max(0.0, seconds - phases.total)
-        actual = StepCost(write, commit, read, sample, overhead)
-        load = StepLoad(tokens=int(tokens), rows=int(rows), draws=int(rows))
-        usage, counts = self.usage(), (self.num_running, self.num_waiting)
-        return StepRecord(at, seconds, load, actual, StepCost(), usage, *counts)
-
-    def _totals(self) -> tuple[float, ...]:
-        stats = self._engine.runner.stats
-        return (
-            *(stats.write_tokens, stats.read_rows, stats.write_seconds, stats.commit_seconds),
-            *(stats.read_seconds, stats.sample_seconds),
-        )
+    def preemptions(self) -> dict[str, int]:
+        """How often sequences had to go so far, by what became of their state."""
+        scheduler = self._engine.scheduler
+        swaps = scheduler.memory.num_swaps
+        return {"swap": swaps, "recompute": max(0, scheduler.num_preemptions - swaps)}
 
     # Requests
 
@@ -128,20 +119,20 @@ class EngineView:
 
 def _row(seq: Sequence, now: float) -> dict[str, Any]:
     request = seq.request
-    first = request.first_token
+    first, predicted = request.first_token, request.predicted_ttft
     return {
         "id": request.request_id,
         "sample": seq.index if request.params.n > 1 else None,
         "state": _state(seq),
-        "priority": 0,
+        "priority": request.priority,
         "prompt_tokens": request.num_prompt,
-        "cached_tokens": 0,
+        "cached_tokens": seq.num_cached,
         "computed_tokens": seq.num_computed,
         "total_tokens": seq.num_tokens,
         "output_tokens": seq.num_output,
         "age": round(now - request.arrival, 3),
         "ttft": None if first is None else round(first - request.arrival, 4),
-        "predicted_ttft": None,
+        "predicted_ttft": None if predicted is None else round(predicted, 4),
         "preemptions": request.num_preemptions,
     }
 
@@ -149,7 +140,9 @@ def _row(seq: Sequence, now: float) -> dict[str, Any]:
 def _state(seq: Sequence) -> str:
     if seq.status is Status.RUNNING:
         return "decode" if seq.num_output and seq.num_computed >= seq.num_tokens - 1 else "prefill"
-    return "waiting" if seq.status is Status.WAITING else "finished"
+    if seq.status is Status.FINISHED:
+        return "finished"
+    return "swapped" if seq.is_swapped else "waiting"
 
 
 def _bytes_each(tensor: torch.Tensor) -> int:

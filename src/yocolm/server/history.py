@@ -13,6 +13,7 @@ _FLOWS = (
 )
 _LEVELS = ("running", "waiting", "pages_used", "slots_used")
 _KEPT = ("pages_kept", "slots_kept")  # stay what they are while nothing runs
+_NEVER = [float("-inf")]
 COLUMNS = ("at", *_FLOWS, *_LEVELS, *_KEPT)
 """Of a row: its second; seconds by phase, and predicted; counts; and what was held at its end."""
 
@@ -26,24 +27,24 @@ class History:
 
     def __init__(self, seconds: int = SECONDS) -> None:
         self.seconds = seconds
-        self._rows: list[list[float]] = [[-1.0]] * seconds
+        self._rows: list[list[float]] = [_NEVER] * seconds
         self._kept = [0.0] * len(_KEPT)  # before the first of the rows
 
     def add(self, record: StepRecord) -> None:
         """Count a step; one that took longer than a second is spread over those it took."""
         begin, end = record.at, record.at + record.seconds
+        if floor(begin) == floor(end):
+            self._add(floor(begin), record, 1.0)
+            return
         first = max(floor(begin), floor(end) - self.seconds + 1)
         for second in range(first, floor(end) + 1):
-            share = 1.0
-            if record.seconds > 0:
-                overlap = min(end, second + 1) - max(begin, second)
-                share = max(0.0, overlap) / record.seconds
-            self._add(second, record, share)
+            overlap = min(end, second + 1) - max(begin, second)
+            self._add(second, record, overlap / record.seconds)
 
     def _add(self, second: int, record: StepRecord, share: float) -> None:
         row = self._rows[second % self.seconds]
         if row[0] != second:
-            if row[0] >= 0:
+            if row is not _NEVER:
                 self._kept = row[-len(_KEPT) :]
             row = [float(second)] + [0.0] * (len(COLUMNS) - 1)
             self._rows[second % self.seconds] = row

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from yocolm import __version__
-from yocolm.server.engine_view import KINDS, EngineView
-from yocolm.server.history import COLUMNS, SECONDS, History
+from yocolm.server.engine_view import KINDS
+from yocolm.server.history import COLUMNS, SECONDS
 from yocolm.server.loop import EngineLoop
 from yocolm.server.settings import ServerSettings
 from yocolm.server.telemetry import Telemetry
@@ -25,14 +25,12 @@ class Live:
 
     def __init__(
         self,
-        view: EngineView,
-        history: History,
         loop: EngineLoop,
         telemetry: Telemetry,
         settings: ServerSettings,
         model_names: tuple[str, ...],
     ) -> None:
-        self._view, self._history = view, history
+        self._view, self._history = telemetry.view, telemetry.history
         self._loop, self._telemetry, self._settings = loop, telemetry, settings
         self._names = model_names
         self._begin = time.monotonic()
@@ -60,11 +58,13 @@ class Live:
             self._asked, self._asked_since = 0, now
 
     def _snapshot(self, now: float, seconds: int) -> dict[str, Any]:
-        view, usage = self._view, self._view.usage()
+        view, held = self._view, self._view.held
+        usage, (swapped, swap_room) = held.usage, view.swap()
         engine, loop = self._loop.engine, self._loop
         stats = engine.runner.stats
         requests = view.requests(MAX_ROWS)
-        pools = [vars(view.pool(kind, usage)) for kind in KINDS]
+        pools = [vars(view.pool(kind)) for kind in KINDS]
+        prefix = view.prefix_stats()
         return {
             "now": round(now, 3),
             "pace": round(self._pace, 1),
@@ -77,11 +77,11 @@ class Live:
             "pools": pools,
             "pages": [usage.pages_used, usage.pages_kept, usage.num_pages],
             "slots": [usage.slots_used, usage.slots_kept, usage.num_slots],
-            "swap": view.swap(usage),
+            "swap": {"used": swapped, "capacity": swap_room},
             "queue": {
-                "running": view.num_running,
-                "waiting": view.num_waiting,
-                "swapped": view.num_swapped,
+                "running": held.running,
+                "waiting": max(0, held.waiting - held.swapped),
+                "swapped": held.swapped,
                 "max_running": engine.scheduler.max_num_seqs,
                 "max_waiting": self._settings.max_queue,
             },
@@ -89,8 +89,9 @@ class Live:
                 "tokens": stats.write_tokens,
                 "rows": stats.read_rows,
                 "steps": engine.scheduler.num_steps,
-                "preemptions": engine.scheduler.num_preemptions,
-                **self._telemetry.cache_totals(),
+                "preemptions": view.preemptions(),
+                "queried": prefix.query_tokens,
+                "cached": prefix.hit_tokens,
             },
             "ttft": [list(map(_short, times)) for times in self._telemetry.first_tokens],
             "requests": requests,

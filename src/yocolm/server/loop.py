@@ -21,9 +21,7 @@ import torch
 from yocolm.engine.engine import STEP_FAILED, Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.errors import RequestError
-from yocolm.server.engine_view import EngineView
 from yocolm.server.errors import ApiError, failed, unavailable
-from yocolm.server.history import History
 from yocolm.server.metrics import ReadCounter
 from yocolm.server.outputs import Output, Parts
 from yocolm.server.telemetry import Telemetry, about
@@ -175,10 +173,7 @@ class EngineLoop:
     ``on_death`` is called on the event loop when the engine cannot go on.
     """
 
-    def __init__(
-        self, engine: Engine, telemetry: Telemetry, capacity: int, history: History | None = None
-    ) -> None:
-        self._view, self._history = EngineView(engine), history or History()
+    def __init__(self, engine: Engine, telemetry: Telemetry, capacity: int) -> None:
         self.engine, self.telemetry, self.capacity = engine, telemetry, capacity
         self.death: str | None = None
         self.draining = False
@@ -223,6 +218,8 @@ class EngineLoop:
         self._stopping = True
         self._call(lambda: None)
         await asyncio.to_thread(self._thread.join, 30)
+        if not self._thread.is_alive():
+            self.engine.close()
 
     async def drained(self, timeout: float) -> bool:
         """Refuse new requests and wait until the running ones are done; False after ``timeout``."""
@@ -348,13 +345,10 @@ class EngineLoop:
     def _thread_main(self) -> None:
         try:
             while self._thread_take_commands():
-                at, begin, cpu = time.monotonic(), time.perf_counter(), time.thread_time()
+                begin, cpu = time.perf_counter(), time.thread_time()
                 outputs: list[Output] = list(self.engine.step())
                 self.step_cpu_seconds += time.thread_time() - cpu
-                seconds = time.perf_counter() - begin
-                self.step_seconds += seconds
-                self._history.add(self._view.step(at, seconds))
-                self.telemetry.stepped()
+                self.step_seconds += time.perf_counter() - begin
                 self._thread_send(outputs)
                 if any((o.error or "").startswith(STEP_FAILED) for o in outputs):
                     self._thread_probe()
@@ -365,8 +359,10 @@ class EngineLoop:
     def _thread_take_commands(self) -> bool:
         """Do what was asked for; waits while there is no work. False when it is over."""
         while True:
-            while self._commands:
-                self._commands.popleft()()
+            if self._commands:
+                while self._commands:
+                    self._commands.popleft()()
+                self.telemetry.view.refresh()
             if self._stopping:
                 return False
             if self.engine.has_unfinished_requests():
@@ -380,8 +376,17 @@ class EngineLoop:
 
     def _thread_add_one(self, job: Job) -> Output | Queued:
         try:
-            self.engine.enqueue(job.request_id, job.ids, job.params, job.text, job.arrival)
-            return Queued(job.request_id, self._view.predicted_ttft(job.request_id))
+            predicted = self.engine.enqueue(
+                job.request_id,
+                job.ids,
+                job.params,
+                job.text,
+                job.arrival,
+                job.urgency.priority,
+                job.urgency.ttft_target,
+                job.urgency.tpot_target,
+            )
+            return Queued(job.request_id, predicted)
         except RequestError as error:
             return _failure(job, str(error))
         except Exception as error:  # of a library that a grammar needs, say

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from yocolm.engine.engine import MAX_PRIORITY
 from yocolm.server.errors import shown
 
 MAX_N = 128
@@ -27,7 +28,6 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
-MAX_PRIORITY = 2**31 - 1
 MAX_TARGET = 1e6
 
 

@@ -193,7 +193,7 @@ class ServerSettings:
     num_checkpoints: int | None = _option(
         None,
         _count(0),
-        "kept states of constant size, beside those of running sequences (default: from memory)",
+        "kept states of constant size, beside those of running sequences (default: by memory)",
         "engine",
         "N",
     )
@@ -207,22 +207,36 @@ class ServerSettings:
         "engine",
         "N",
     )
-    swap_space: str | int = _option(
-        "4GiB", _swap, "room for the state of preempted sequences; 0: recompute", "engine", "SIZE"
+    swap_space: str | int | None = _option(
+        None,
+        _swap,
+        "room for the state of preempted sequences; 0: none, compute it anew (default: 4GiB, at "
+        "most twice that of the state)",
+        "engine",
+        "SIZE",
     )
     policy: str = _option(
         "fcfs",
         _one_of("fcfs", "traffic"),
-        "fcfs: first come, first served, a fixed budget of tokens; traffic: steps sized by what "
-        "they are predicted to take",
+        "fcfs: first come, first served, a budget of tokens a step; traffic: by what steps are "
+        "predicted to take",
         "scheduling",
         "POLICY",
     )
     ttft_target: float | None = _option(
-        None, _target, "seconds to the first token that are aimed at", "scheduling", "S"
+        None,
+        _target,
+        "seconds to the first token that the policy traffic aims at, unless a request says "
+        "otherwise (default: 5 times what it takes alone)",
+        "scheduling",
+        "S",
     )
     tpot_target: float | None = _option(
-        None, _target, "seconds per further token that are aimed at", "scheduling", "S"
+        None,
+        _target,
+        "seconds between tokens, likewise (default: 2 times what it takes alone)",
+        "scheduling",
+        "S",
     )
     priority_aging: float = _option(
         10.0, _seconds, "seconds of waiting that are worth a level of priority", "scheduling", "S"

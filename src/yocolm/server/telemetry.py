@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import RequestMetrics, RequestOutput
+from yocolm.engine.steps import StepRecord
 from yocolm.server import metrics
 from yocolm.server.engine_view import KINDS, EngineView
+from yocolm.server.history import History
 from yocolm.server.metrics import Gauge, ReadCounter, Registry
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Telemetry:
 
     def __init__(self, engine: Engine, model_name: str, log_requests: bool = False) -> None:
         self._engine, self._log_requests = engine, log_requests
+        self.view, self.history = EngineView(engine), History()
         self.registry = registry = Registry({"model_name": model_name})
         histogram, counter = registry.histogram, registry.counter
         self._to_first = histogram(
@@ -76,21 +79,20 @@ class Telemetry:
             "|predicted - actual| / actual of the time to first token",
             metrics.RATIOS,
         )
-        self._cache_queries = counter(
-            "prefix_cache_queries_total", "prompt tokens looked up in the prefix cache"
-        )
-        self._cache_hits = counter(
-            "prefix_cache_hits_total", "prompt tokens whose state was in the prefix cache"
-        )
         # Of the last requests: when their first token came, on the clock of time.monotonic, and
         # after how many seconds it was predicted to come, and came.
         self.first_tokens: deque[tuple[float, float | None, float]] = deque(maxlen=_SHOWN_TTFTS)
         self._seen = (0, 0)
-        _register_engine(registry, engine)
-        _register_pools(registry, EngineView(engine))
+        _register_engine(registry, engine, self.view)
+        _register_memory(registry, self.view)
+        _register_pools(registry, self.view)
+        engine.watch.observer = self.stepped
+        engine.watch.learns = True  # so that it predicts
 
-    def stepped(self) -> None:
+    def stepped(self, record: StepRecord) -> None:
         """A step has been run. Called in the engine's thread."""
+        self.view.stepped(record)
+        self.history.add(record)
         stats, (tokens, rows) = self._engine.runner.stats, self._seen
         self._seen = stats.write_tokens, stats.read_rows
         self._step_tokens.observe(self._seen[0] - tokens)
@@ -105,8 +107,6 @@ class Telemetry:
         if not job.begun and (new or served):
             job.begun, job.num_cached = True, output.num_cached_tokens
             self._prompt_tokens.add(len(job.ids))
-            self._cache_queries.add(len(job.ids))
-            self._cache_hits.add(job.num_cached)
         if not new:
             return
         if job.first_token is None:
@@ -125,11 +125,6 @@ class Telemetry:
             self._predicted.observe(predicted)
             self._error.observe(abs(predicted - seconds) / max(seconds, 1e-6))
         self.first_tokens.append((job.arrival + seconds, predicted, seconds))
-
-    def cache_totals(self) -> dict[str, int]:
-        """Prompt tokens so far, and those of them that were in the prefix cache."""
-        names = {"prompt": self._cache_queries, "cached": self._cache_hits}
-        return {name: int(counter.value) for name, counter in names.items()}
 
     def finished(
         self, job: Job, reason: str, now: float, times: RequestMetrics | None = None
@@ -164,21 +159,25 @@ def about(job: Job, now: float | None = None, **more: Any) -> dict[str, Any]:
     return fields
 
 
-def _register_engine(registry: Registry, engine: Engine) -> None:
+def _register_engine(registry: Registry, engine: Engine, view: EngineView) -> None:
     """Numbers that the engine keeps: read when they are shown, from another thread."""
     scheduler, stats = engine.scheduler, engine.runner.stats
     register = registry.register
     register(
         "num_requests_running",
         "sequences that hold state",
-        Gauge(lambda: len(scheduler.running)),
+        Gauge(lambda: view.held.running),
     )
     register(
         "num_requests_waiting",
-        "sequences that wait for room",
-        Gauge(lambda: len(scheduler.waiting)),
+        "sequences that wait for room, those that were swapped out included",
+        Gauge(lambda: view.held.waiting),
     )
-    register("num_preemptions_total", "so far", ReadCounter(lambda: scheduler.num_preemptions))
+    register(
+        "num_requests_swapped",
+        "sequences whose state is in the swap space",
+        Gauge(lambda: view.held.swapped),
+    )
     register("engine_steps_total", "so far", ReadCounter(lambda: scheduler.num_steps))
     register(
         "write_tokens_total",
@@ -204,11 +203,39 @@ def _register_engine(registry: Registry, engine: Engine) -> None:
         )
 
 
+def _register_memory(registry: Registry, view: EngineView) -> None:
+    """What became of state that was wanted again: by prompts, and by who had to make room."""
+    register = registry.register
+    register(
+        "num_preemptions_total",
+        "sequences that had to make room",
+        ReadCounter(lambda: sum(view.preemptions().values())),
+    )
+    for kind in ("swap", "recompute"):
+        register(
+            "preemptions_by_kind_total",
+            "the same by what becomes of their state: kept in the swap space, or computed anew",
+            ReadCounter(lambda k=kind: view.preemptions()[k]),
+            kind=kind,
+        )
+    swap = {"swap_bytes": "in use in the swap space", "swap_capacity_bytes": "of the swap space"}
+    for index, (name, meaning) in enumerate(swap.items()):
+        register(name, f"bytes {meaning}", Gauge(lambda i=index: view.swap()[i]))
+    totals = {
+        "prefix_cache_queries_total": ("tokens looked up in the prefix cache", "query_tokens"),
+        "prefix_cache_hits_total": ("tokens found there, and not computed", "hit_tokens"),
+        "prefix_cache_evicted_pages_total": ("pages it had to give back", "evicted_pages"),
+        "prefix_cache_evicted_states_total": ("states it had to give back", "evicted_states"),
+    }
+    for name, (meaning, part) in totals.items():
+        register(name, meaning, ReadCounter(lambda p=part: getattr(view.prefix_stats(), p)))
+
+
 def _register_pools(registry: Registry, view: EngineView) -> None:
     """The kinds of state: what sequences hold, what is kept for later ones, what there is."""
 
     def share() -> float:
-        usage = view.usage()
+        usage = view.held.usage
         return usage.pages_used / max(1, usage.num_pages)
 
     registry.register(

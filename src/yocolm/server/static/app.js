@@ -197,7 +197,7 @@ function showTiles(data) {
   const recent = data.ttft.slice(-50);
   const actual = median(recent.map((pair) => pair[2]));
   const predicted = median(recent.map((pair) => pair[1]).filter((value) => value !== null));
-  const hits = totals.prompt ? totals.cached / totals.prompt : NaN;
+  const hits = totals.queried ? totals.cached / totals.queried : NaN;
   const busy = sum(["self_prefill", "kv_finalize", "cross_decode", "sample", "overhead"]
     .map((name) => rate(data, name)));
   byId("tiles").replaceChildren(
@@ -210,7 +210,7 @@ function showTiles(data) {
       `${count(totals.tokens - totals.rows)} since start`),
     tile("First token", seconds(actual), "", `predicted ${seconds(predicted)}, median`),
     tile("Prefix cache", percent(hits), "hit",
-      `${count(totals.cached)} of ${count(totals.prompt)} tokens`),
+      `${count(totals.cached)} of ${count(totals.queried)} tokens`),
   );
 }
 
@@ -266,8 +266,12 @@ function showRequests(data) {
 
 function requestRow(one) {
   const id = one.sample === null ? one.id : `${one.id} #${one.sample}`;
-  const bar = el("div", { class: `fill ${one.state === "decode" ? "orange" : "blue"}` });
-  bar.style.width = `${(100 * one.computed_tokens) / Math.max(1, one.total_tokens)}%`;
+  const swapped = one.state === "swapped";
+  const colour = swapped ? "violet" : one.state === "decode" ? "orange" : "blue";
+  const bar = el("div", { class: `fill ${colour}` });
+  const done = swapped ? one.total_tokens : one.computed_tokens;
+  bar.style.width = `${(100 * done) / Math.max(1, one.total_tokens)}%`;
+  const computed = swapped ? "in the swap space" : `${done} of ${one.total_tokens}`;
   const prompt = one.cached_tokens
     ? `${count(one.prompt_tokens)} (${count(one.cached_tokens)} cached)` : count(one.prompt_tokens);
   const first = one.predicted_ttft === null ? seconds(one.ttft)
@@ -279,7 +283,7 @@ function requestRow(one) {
     cell("priority", `${one.priority}`),
     cell("prompt", prompt),
     el("td", { class: "computed" }, el("span", { class: "track" }, bar),
-      el("span", { class: "amount" }, `${one.computed_tokens} of ${one.total_tokens}`)),
+      el("span", { class: "amount" }, computed)),
     cell("output", count(one.output_tokens)),
     cell("age", seconds(one.age)),
     cell("first token", first));

@@ -1,7 +1,7 @@
 // Small charts: areas upon each other over the last minutes, and predicted against actual.
-import { el, seconds, svg } from "./dom.js";
+import { brief, el, seconds, svg } from "./dom.js";
 
-const MARGIN = { top: 8, right: 4, bottom: 18, left: 44 };
+const MARGIN = { top: 8, right: 4, bottom: 18, left: 48 };
 
 /** The least round number that holds `value`, and whose half is round too. */
 function ceiling(value) {
@@ -102,8 +102,17 @@ export class Areas extends Chart {
       }));
     });
     if (this.line) {
-      const points = shown.map((bin) => `${x(bin.at).toFixed(1)},${y(bin.line).toFixed(1)}`);
-      parts.push(svg("polyline", { class: `over ${this.line.colour}`, points: points.join(" ") }));
+      let path = "";
+      let pen = "M";
+      for (const bin of shown) {
+        if (bin.line > 0) {
+          path += `${pen}${x(bin.at).toFixed(1)} ${y(bin.line).toFixed(1)}`;
+          pen = "L";
+        } else {
+          pen = "M"; // nothing ran
+        }
+      }
+      parts.push(svg("path", { class: `over ${this.line.colour}`, d: path }));
     }
     this.hover(shown, sums.slice(-shown.length), x, height, parts);
     this.show(...parts);
@@ -205,10 +214,10 @@ export class Agreement extends Chart {
       yield svg("line", { class: "grid", ...across });
       yield svg("text", {
         class: "tick", x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end",
-      }, seconds(tick));
+      }, brief(tick));
       yield svg("text", {
         class: "tick", x: x(tick), y: height - 4, "text-anchor": "middle",
-      }, seconds(tick));
+      }, brief(tick));
     }
     const ends = [10 ** low, 10 ** high];
     yield svg("line", {

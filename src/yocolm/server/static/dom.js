@@ -51,6 +51,10 @@ export function seconds(value) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+/** A round number of seconds, for an axis. */
+export const brief = (value) => (value < 1 ? `${Number((1000 * value).toPrecision(2))} ms`
+  : `${Number(value.toPrecision(2))} s`);
+
 export const percent = (share, digits = 0) =>
   Number.isFinite(share) ? `${(100 * share).toFixed(digits)} %` : "–";
 
