@@ -158,6 +158,16 @@ def test_tables_of_the_model_are_taken() -> None:
     assert cost_model("llama-160M", mine).seconds(load_of(cost, (0, 3, 0))) < 1
 
 
+def test_another_machine_is_adopted_whole() -> None:
+    cost, h100 = cost_model(), Hardware.load("h100")
+    load = load_of(cost, (0, 3, 0))
+    for _ in range(10):
+        cost.observe(load, StepCost(1.0))
+    cost.adopt(h100)
+    assert cost.hardware is h100
+    assert cost.predict(load) == cost_model(hardware=h100).predict(load)
+
+
 def test_solo_figures_and_swaps() -> None:
     cost = cost_model()
     short, long = cost.solo_ttft(100), cost.solo_ttft(8192)

@@ -92,7 +92,7 @@ class CostModel:
     def __init__(
         self, spec: ModelSpec, dtype_bytes: int, hardware: Hardware, fast_prefill: bool = True
     ) -> None:
-        self.spec, self.dtype_bytes, self.hardware = spec, dtype_bytes, hardware
+        self.spec, self.dtype_bytes = spec, dtype_bytes
         self.fast_prefill = fast_prefill
         self._append = sum(store.bytes_per_token(dtype_bytes) for store in spec.stores)
         self._kv_write, self._kv_read = spec.scan_bytes(dtype_bytes)
@@ -106,13 +106,15 @@ class CostModel:
         self._commit = COMMIT * len(spec.window_stores)
         self._writers = Mixing(spec.write_mixers)
         self._readers = Mixing(spec.read_mixers)
-        self._set_rates(hardware)
+        self.adopt(hardware)
+
+    def adopt(self, hardware: Hardware) -> None:
+        """Know ``hardware`` from now on, and nothing of what was learned."""
+        spec, size = self.spec, self.dtype_bytes
+        self.hardware = hardware
         self.corrections = [0.0, 0.0, 0.0]  # logarithms, of the last steps: memory, compute, host
         self._observed = 0
         self._recent: tuple[list[float], ...] = ([], [], [])
-
-    def _set_rates(self, hardware: Hardware) -> None:
-        spec, size = self.spec, self.dtype_bytes
         write, read, logits = model_tables(spec, size, hardware)
         self._write, self._read, self._logits = Table(write), Table(read), Table(logits)
         draw = hardware.draw_seconds + spec.vocab_size / hardware.draw_elements
