@@ -154,8 +154,11 @@ def test_an_interrupt_keeps_what_came_so_far(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_fit_is_said_before_anything_runs() -> None:
     engine = make_engine(NAME)
     limit = engine.max_model_len
-    with pytest.raises(ConfigError, match=rf"request 2 .* {limit} \+ 1 .* {limit}: lower"):
+    message = rf"longest request, 2 of the trace, has {limit} \+ 1 tokens, above max_model_len="
+    with pytest.raises(ConfigError, match=message):
         Replay(engine, [TraceRequest(0, 1, 1), TraceRequest(0, limit, 1)])
+    with pytest.raises(ConfigError, match="above the 20 tokens that the KV pages hold"):
+        Replay(make_engine(NAME, pages=5), [TraceRequest(0, 20, 1)])
     with pytest.raises(ConfigError, match="no requests"):
         Replay(engine, [])
     assert Sweep((1,), None, 16, 1).fitting(600) == (128, 512)

@@ -106,6 +106,7 @@ class Replay:
         self._waiting = order[::-1]  # places in the trace, the next one last
         self._held: dict[str, list[int]] = {}  # further turns of live sessions
         self._live: dict[str, _Live] = {}
+        self._ended: dict[str, float] = {}  # when the last turn of a session did
         self._room_since = 0.0  # when the number of live ones fell below the limit
         self.recording = Recording()
         self.interrupted = False
@@ -142,7 +143,8 @@ class Replay:
             if request.session is not None and request.session in self._held:
                 self._held[request.session].append(index)
             else:
-                self._add(index, max(request.arrival, self._room_since), begin)
+                ended = self._ended.get(request.session or "", 0.0)
+                self._add(index, max(request.arrival, self._room_since, ended), begin)
 
     def _add(self, index: int, due: float, begin: float) -> bool:
         """Whether the engine has taken it."""
@@ -213,6 +215,7 @@ class Replay:
         session = live.request.session
         if session is not None:
             self._prompts.keep(session, live.prompt + live.output)
+            self._ended[session] = now
             self._go_on(session, now, begin)
 
     def _go_on(self, session: str, now: float, begin: float) -> None:
@@ -238,16 +241,22 @@ def check_lengths(engine: Engine, trace: Trace) -> None:
         raise ConfigError("the trace has no requests: give at least one")
     scheduler = engine.scheduler
     room = scheduler.page_pool.capacity * scheduler.page_pool.page_size
-    limits = ((engine.max_model_len, "max_model_len"), (room, "tokens that the KV pages hold"))
-    for number, request in enumerate(trace, 1):
-        length = request.prompt_tokens + request.output_tokens
-        for limit, what in limits:
-            if length > limit:
-                raise ConfigError(
-                    f"request {number} of the trace has {request.prompt_tokens} + "
-                    f"{request.output_tokens} tokens, above the {what} of {limit}: lower "
-                    "--length-scale, or raise --max-model-len or --kv-memory"
-                )
+    longest = engine.max_model_len
+    limits = (
+        (longest, f"max_model_len={longest}"),
+        (room, f"the {room} tokens that the KV pages hold"),
+    )
+    number, request = max(
+        enumerate(trace, 1), key=lambda each: each[1].prompt_tokens + each[1].output_tokens
+    )
+    length = request.prompt_tokens + request.output_tokens
+    for limit, what in limits:
+        if length > limit:
+            raise ConfigError(
+                f"the longest request, {number} of the trace, has {request.prompt_tokens} + "
+                f"{request.output_tokens} tokens, above {what}: lower --length-scale, "
+                "or raise --max-model-len or --kv-memory"
+            )
 
 
 @contextmanager
