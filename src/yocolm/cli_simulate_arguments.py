@@ -64,8 +64,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-memory",
         metavar="SIZE",
-        help="memory for state, such as 2GiB (default: a GPU's 90 %% less the weights; a quarter "
-        "of a CPU's)",
+        help="memory for state, such as 2GiB (default: nine tenths of a GPU less the weights; a "
+        "quarter of a CPU)",
     )
     group.add_argument("--page-size", type=size, metavar="N", help="tokens a page")
     group.add_argument("--mean-tokens", type=size, metavar="N", help="expected of a request")

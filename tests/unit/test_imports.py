@@ -31,7 +31,8 @@ NO_TORCH = (
     "yocolm.models.spec yocolm.models.presets "
     "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.plan yocolm.engine.request "
     "yocolm.engine.sampling_params yocolm.engine.outputs yocolm.engine.settings "
-    "yocolm.train.settings"
+    "yocolm.engine.setup yocolm.engine.trace yocolm.engine.simulate yocolm.bench.simulated "
+    "yocolm.bench.goodput yocolm.bench.capacity yocolm.cli_simulate yocolm.train.settings"
 ).split()
 # Imported where they are used: optional packages, and those that few need and that load slowly.
 OPTIONAL = re.compile(
