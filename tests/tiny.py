@@ -247,7 +247,7 @@ def make_engine(
     Without a prefix cache and swap space, unless asked for: chunks end where the budget does.
     """
     spec, width = model_spec(FAMILIES[name]), DTYPES[dtype].itemsize
-    memory = (seqs + checkpoints + 1) * spec.slot_bytes(width)
+    memory = (seqs + checkpoints * caching + 1) * spec.slot_bytes(width)
     memory += (pages + 1) * spec.page_bytes(page_size, width)
     settings = EngineSettings(
         max_num_batched_tokens=budget,
@@ -361,8 +361,10 @@ def poison(engine: Engine) -> None:
 
 def assert_empty(engine: Engine) -> None:
     """All pages and slots are free again, or kept for prompts that begin alike."""
-    usage = engine.scheduler.memory.usage()
-    assert usage.pages_used == usage.slots_used == 0
+    memory = engine.scheduler.memory
+    usage, copied = memory.usage(), memory.copies.references()  # what the next step will copy
+    assert usage.pages_used <= sum(kind == "page" for kind, _ in copied)
+    assert usage.slots_used <= sum(kind == "slot" for kind, _ in copied)
 
 
 @torch.no_grad()

@@ -88,8 +88,8 @@ class Memory:
         else:
             match = self._match(seq)
             started = self._begin(seq, match)
-            if not started and match.slot is not None:  # the room may be what it matched itself
-                started = self._begin(seq, MISS)
+            if not started and match.length and not self.copies.pending:
+                started = self._begin(seq, MISS)  # the room may be what it holds on to
         self._refused = () if started else attempt
         return started
 
@@ -104,27 +104,49 @@ class Memory:
     def _begin(self, seq: Sequence, match: Match) -> bool:
         """Start ``seq`` behind what ``match`` found."""
         shared = [] if self.cache is None else self.cache.take(match)
+        missing = self.page_pool.pages_for(seq.num_tokens) - len(shared)
+        taken = self._copied(seq, match, missing) or self._adopted(match, missing)
+        if taken is None:
+            if self.cache is not None:
+                self.cache.put_back(match)
+            return False
+        fresh, slot = taken
+        seq.pages, seq.slot, seq.num_computed = shared + fresh, slot, match.length
+        seq.cursor, seq.num_shared = match.cursor, len(shared)
+        seq.caching = self.cache is not None
+        seq.num_cached = max(seq.num_cached, match.length)
+        seq.stops = self._stops(seq, match)
+        return True
+
+    def _copied(self, seq: Sequence, match: Match, num_pages: int) -> tuple[list[int], int] | None:
+        """Pages and a slot, into which what ``match`` found is to be copied."""
         sources = [number for number in (match.tail_page,) if number is not None]
         states = [number for number in (match.slot,) if number is not None]
         self.page_pool.fork(sources)  # what is to be copied must not be evicted for those who
         self.slot_pool.fork(states)  # are to copy it
-        taken = self._alloc(self.page_pool.pages_for(seq.num_tokens) - len(shared))
-        if taken is None:
-            self.free_pages(shared)
-        else:
+        taken = self._alloc(num_pages)
+        if taken is not None:
             fresh, slot = taken
-            seq.pages, seq.slot, seq.num_computed = shared + fresh, slot, match.length
-            seq.cursor, seq.num_shared = match.cursor, len(shared)
-            seq.caching = self.cache is not None
-            seq.num_cached = max(seq.num_cached, match.length)
-            seq.stops = self._stops(seq, match)
             for src in states:
                 self.copies.add(seq, Copy("slot", src, slot))
             for src in sources:
                 self.copies.add(seq, Copy("page", src, fresh[0]))
         self.page_pool.free(sources)
         self.slot_pool.free(states)
-        return taken is not None
+        return taken
+
+    def _adopted(self, match: Match, num_pages: int) -> tuple[list[int], int] | None:
+        """What ``match`` found itself, where there is no room for a copy beside it."""
+        if self.cache is None or match.slot is None:
+            return None
+        if self.page_pool.num_free + self.cache.num_evictable < num_pages:
+            return None
+        if not self.cache.adopt(match):
+            return None
+        tail = [] if match.tail_page is None else [match.tail_page]
+        fresh = self._alloc_pages(num_pages - len(tail))
+        assert fresh is not None, "what is evictable is not"
+        return tail + fresh, match.slot
 
     def _bring_in(self, seq: Sequence) -> bool:
         taken = self._alloc(self.page_pool.pages_for(seq.num_tokens))
@@ -231,6 +253,8 @@ class Memory:
     def _keep_end(self, seq: Sequence) -> None:
         assert self.cache is not None and seq.slot is not None
         if not seq.caching:  # back from the swap space: its own pages until here, shared from now
+            if any(self.page_pool.references(page) > 1 for page in seq.pages):
+                return  # they are its siblings' as well, who would not have those that it is given
             seq.cursor, seq.num_shared, seq.caching = None, 0, True
         self._share_full_pages(seq)
         full, num_tokens = seq.num_shared, seq.num_computed
