@@ -155,9 +155,9 @@ class Engine:
         request.arrival = now if arrival_time is None else arrival_time
         request.priority = priority
         request.ttft_target, request.tpot_target = ttft_target, tpot_target
-        request.predicted_ttft = self.watch.predict_ttft(request, now)
         self.scheduler.add(request)
         self._answers[request_id] = Answer(request, self.tokenizer)
+        request.predicted_ttft = self.watch.predict_ttft(request, now)
         return request.predicted_ttft
 
     def _request(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 from yocolm.engine.cost import CostModel, StepCost, StepLoad
+from yocolm.engine.forecast import Forecaster
 from yocolm.engine.plan import Plan
 from yocolm.engine.request import Request, Sequence
 from yocolm.engine.runner import StepStats
@@ -24,6 +25,7 @@ class Watch:
         self._scheduler, self._stats, self._cost = scheduler, stats, cost
         self.observer: Observer | None = None
         self.learns = False
+        self._forecaster = Forecaster(scheduler, cost)
         self._load: StepLoad | None = None
         self._at = 0.0
         self._before = (0.0, 0.0, 0.0, 0.0)
@@ -43,6 +45,10 @@ class Watch:
         if load is None:
             return
         self._load = None
+        if self.learns:
+            for seq in changed:
+                if seq.finished:
+                    self._forecaster.ended(seq)
         seconds = time.monotonic() - self._at
         before, after = self._before, self._stats.phases
         write, commit, read, sample = (b - a for a, b in zip(before, after, strict=True))
@@ -70,5 +76,6 @@ class Watch:
         )
 
     def predict_ttft(self, request: Request, now: float) -> float | None:
-        """Seconds from its arrival to the first token of a request that is about to be added."""
-        return None
+        """Seconds from the arrival of a request, just added, to its first token; None unless the
+        watch learns."""
+        return self._forecaster.arrived(request, now) if self.learns else None
