@@ -24,7 +24,9 @@ MESSAGES: Any = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live("--max-logprobs", "20", "--log-format", "json", "--log-requests") as running:
+    with live(
+        "--page-size", "16", "--max-logprobs", "20", "--log-format", "json", "--log-requests"
+    ) as running:
         yield running
         running.wait_until_idle()
 
@@ -92,7 +94,11 @@ def test_chat(client: openai.OpenAI) -> None:
     )
     text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
     assert text == whole.choices[0].message.content
-    assert pieces[-1].usage == whole.usage and pieces[-1].choices == []
+    used = pieces[-1].usage
+    assert used is not None and pieces[-1].choices == []
+    assert used.total_tokens == whole.usage.total_tokens
+    details = used.prompt_tokens_details
+    assert details is not None and details.cached_tokens == 16 * ((used.prompt_tokens - 1) // 16)
     replayed = [*MESSAGES, whole.choices[0].message.model_dump(), MESSAGES[1]]
     again = client.chat.completions.create(**{**fields, "messages": replayed})
     assert again.usage is not None and again.usage.prompt_tokens > whole.usage.prompt_tokens

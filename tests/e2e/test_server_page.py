@@ -82,10 +82,11 @@ def test_a_prompt_from_the_page(page: Tab, server: LiveServer) -> None:
 
 def test_a_conversation_on_the_page(page: Tab) -> None:
     page.click("#as-chat")
-    send(page, "Who is Emma?")
+    first = f"{PROMPT} in possession of a good fortune, must be in want of a wife. Who is Emma?"
+    send(page, first)
     send(page, "And who is <b>Anne</b>?")
     turns = page.value("[...document.querySelectorAll('.turn')].map((turn) => turn.innerText)")
-    assert turns[0] == "Who is Emma?" and turns[2] == "And who is <b>Anne</b>?"  # not bold
+    assert turns[0] == first and turns[2] == "And who is <b>Anne</b>?"  # not bold
     assert len(turns) == 4 and all(turns)
     cached = int(told(page)["prompt"].split(", ")[1].split()[0])
     assert cached > 0, "the second turn begins with the first"
