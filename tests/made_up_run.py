@@ -86,6 +86,7 @@ def made_up_run(
         "version": "0.0",
         "begun": "2026-01-01 12:00:00 UTC",
         "trace": "made up",
+        "cost_model": "a machine (measured)",
         "settings": {"policy": "traffic", "max_num_seqs": 32},
         "machine": {"cpu": "a CPU", "cores": 2, "python": "3.13"},
         "pools": {

@@ -100,6 +100,7 @@ def _serving(arguments: argparse.Namespace) -> int:
         trace,
         name,
         settings=EngineSettings(**{k: v for k, v in settings.items() if v is not None}),
+        calibrate=arguments.calibrate,
         threads=arguments.threads,
         max_concurrency=arguments.max_concurrency,
         seed=arguments.seed,

@@ -149,6 +149,7 @@ def _add_serving_engine(group: argparse._ArgumentGroup) -> None:
     for name, text in (
         ("--prefix-caching", "keep what was computed for prompts that begin alike"),
         ("--fast-prefill", "prompt tokens that need no logits skip the second half"),
+        ("--calibrate", "measure the machine first, once for each model, for the predictions"),
     ):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)
     group.add_argument(

@@ -214,6 +214,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     trace.write_text("arrival,prompt_tokens,output_tokens\n0,20,4\n0.01,9,3\n")
     page, saved = tmp_path / "page.html", tmp_path / "run.json"
     options = ["--trace", str(trace), "--html", str(page), "--json", str(saved), "--threads", "1"]
+    options.append("--no-calibrate")
     sweep = ["--sweep-concurrency", "1,2", "--sweep-prompt-lengths", "8,16", "--sweep-decode", "2"]
     sweep += ["--sweep-repeats", "1"]
     assert cli.main(["bench", "serving", "bundled", *options, *sweep]) == 0

@@ -18,8 +18,10 @@ import torch
 from yocolm import __version__
 from yocolm.bench.recording import Recording, RequestTimes, pool_sizes
 from yocolm.config import ModelConfig
+from yocolm.engine.calibrate import calibrated
 from yocolm.engine.cost import CostModel
 from yocolm.engine.engine import Engine, require_device
+from yocolm.engine.meter import Pools
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.policy import TPOT_FACTOR, TTFT_FACTOR
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -300,6 +302,7 @@ def measure_serving(
     trace_name: str,
     *,
     settings: EngineSettings,
+    calibrate: bool,
     threads: int,
     max_concurrency: int | None,
     seed: int,
@@ -308,6 +311,7 @@ def measure_serving(
 ) -> dict[str, Any]:
     """Replay ``trace``, then measure the ``sweep``; what ``serving_report.report`` shows.
 
+    ``calibrate``: have the cost model know this machine, which takes seconds the first time.
     Raises YocolmError if the model cannot be loaded or a request does not fit.
     """
     place = require_device(device)
@@ -318,8 +322,11 @@ def measure_serving(
     torch.set_num_threads(threads)
     try:
         engine = Engine(cast(CausalLM, module), config, settings=settings)
-        result = _about(engine, model, str(place), threads, trace_name)
         try:
+            if calibrate:
+                say("calibrating the cost model")
+                _calibrate(engine)
+            result = _about(engine, model, str(place), threads, trace_name)
             result |= _replayed(engine, trace, seed, max_concurrency, say)
         finally:
             engine.close()
@@ -329,6 +336,18 @@ def measure_serving(
     finally:
         torch.set_num_threads(before)
     return result
+
+
+def _calibrate(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    pools = Pools(
+        scheduler.page_pool.size,
+        scheduler.slot_pool.size,
+        scheduler.page_pool.page_size,
+        scheduler.max_num_batched_tokens,
+        engine.max_model_len,
+    )
+    engine.cost.adopt(calibrated(engine.runner, engine.spec, pools))
 
 
 def _replayed(
@@ -356,6 +375,7 @@ def _about(
         "begun": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "trace": trace_name,
         "settings": settings,
+        "cost_model": f"{engine.cost.hardware.name} ({engine.cost.hardware.source})",
         "pools": pool_sizes(engine.spec, engine.settings.page_size, weight.element_size()),
     }
 

@@ -391,6 +391,7 @@ def _setup(result: dict[str, Any]) -> str:
         ["version", f"yocolm {result['version']}, Python {machine['python']}"],
         ["begun", result["begun"]],
         ["trace", result["trace"]],
+        ["cost model", result["cost_model"]],
         ["a page", f"{pools['page_size']} tokens, {bytes_text(pools['page_bytes'])}"],
         ["a slot", f"{windows} of windows and {recurrent} of recurrent state"],
     ]
