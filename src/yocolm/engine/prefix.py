@@ -252,7 +252,6 @@ class PrefixCache:
             self._tails[tail_page] = self._tails.get(tail_page, 0) + 1
             self._watch_if(tail_page)
         self._order.touch(checkpoint, parent_tokens)
-        self._rank_leaf(node)
         return True
 
     def drop_state(self, slot: int) -> None:
