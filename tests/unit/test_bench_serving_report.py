@@ -181,6 +181,7 @@ def test_the_detail_is_where_the_prompts_are() -> None:
     steps = made_up_run(900)["steps"]
     steps["chunks"] = [0] * 600 + [1] * 100 + [0] * 200
     detail = detail_of(Timeline(steps))
+    assert detail.steps["number"][0] == 601
     assert len(detail.steps["at"]) == DETAIL == sum(detail.steps["chunks"])
 
 

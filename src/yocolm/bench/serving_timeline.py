@@ -35,13 +35,19 @@ LONGEST = 8
 
 
 class Timeline:
-    """The steps of a run, in at most MAX_BARS groups of neighbours in time."""
+    """The steps of a run, in about MAX_BARS groups of neighbours in time at most."""
 
-    def __init__(self, steps: dict[str, list[float]]) -> None:
-        self.steps = steps
+    def __init__(self, steps: dict[str, list[float]], end: float | None = None) -> None:
+        """``end``: of what is shown, if that is not where these steps end."""
+        self.steps = {"number": list(range(1, len(steps["at"]) + 1)), **steps}
         at, lasted = steps["at"], steps["seconds"]
-        self.end = max((a + s for a, s in zip(at, lasted, strict=True)), default=0.0)
+        self.end = end or max((a + s for a, s in zip(at, lasted, strict=True)), default=0.0)
         self.groups = grouped(at, self.end)
+
+    def only(self, picks: Sequence[int], end: float | None = None) -> Timeline:
+        """Of some steps alone."""
+        columns = self.steps.items()
+        return Timeline({name: [values[i] for i in picks] for name, values in columns}, end)
 
     def span(self, group: range) -> tuple[float, float]:
         """When a group begins and ends."""
@@ -73,8 +79,9 @@ class Timeline:
         texts = []
         for group in self.groups:
             begin, _ = self.span(group)
-            count = f", {len(group)} steps" if len(group) > 1 else f", step {group[0] + 1}"
-            texts.append(f"at {seconds_text(begin)}{count}")
+            number = self.steps["number"][group[0]]
+            count = f"{len(group)} steps" if len(group) > 1 else f"step {number}"
+            texts.append(f"at {seconds_text(begin)}, {count}")
         return texts
 
     def middles(self) -> list[float]:
@@ -189,22 +196,31 @@ def _swapped(pools: dict[str, int], timeline: Timeline) -> str:
 def phases_section(timeline: Timeline) -> str:
     """Where the time went, and every step."""
     key = legend([(f"c{i}", PHASE_NAMES[name]) for i, name in enumerate(PHASES, 1)])
+    parts = [key, card("Where the time went", "Share of the time by phase.", _shares(timeline))]
+    count = len(timeline.steps["at"])
+    chunks = timeline.steps["chunks"]
+    for title, picks in (
+        ("Steps with chunks of prompts", [i for i in range(count) if chunks[i]]),
+        ("Steps of decodes only", [i for i in range(count) if not chunks[i]]),
+    ):
+        if picks:
+            parts.append(_steps_card(title, timeline.only(picks, timeline.end)))
+    if count > MAX_BARS:
+        detail = detail_of(timeline)
+        about = f"The {DETAIL} steps of the busiest stretch, each a bar as wide as it was long."
+        parts.append(card("Step by step", about, _bars(detail, False, detail.steps["at"][0])))
+    return "".join(parts) + _longest(timeline)
+
+
+def _steps_card(title: str, timeline: Timeline) -> str:
     many = len(timeline.groups) < len(timeline.steps["at"])
-    whole = (
+    about = (
         "Seconds of a step by phase: each bar the mean of neighbouring steps, behind it in grey "
         "their longest."
         if many
         else "Seconds of each step by phase; bars are as wide as the step was long."
     )
-    parts = [key]
-    parts.append(card("Where the time went", "Share of the time by phase.", _shares(timeline)))
-    parts.append(card("Steps", whole, _bars(timeline, "mean" if many else "step")))
-    if many:
-        detail = detail_of(timeline)
-        steps = len(detail.groups)
-        about = f"The {steps} steps of the busiest stretch, each a bar as wide as it was long."
-        parts.append(card("Step by step", about, _bars(detail, "step", detail.steps["at"][0])))
-    return "".join(parts) + _longest(timeline)
+    return card(title, about, _bars(timeline, many))
 
 
 def _longest(timeline: Timeline) -> str:
@@ -234,8 +250,7 @@ def detail_of(timeline: Timeline, size: int = DETAIL) -> Timeline:
         total += chunks[i] - chunks[i - size]
         if total > best:
             best, first = total, i - size + 1
-    cut = {name: values[first : first + size] for name, values in timeline.steps.items()}
-    return Timeline(cut)
+    return timeline.only(range(first, min(first + size, len(chunks))))
 
 
 def _shares(timeline: Timeline) -> str:
@@ -278,7 +293,7 @@ def _spread(pieces: list[list[float]], width: float, at: float, phases: Sequence
             at = until
 
 
-def _bars(timeline: Timeline, kind: str, begin: float = 0.0) -> str:
+def _bars(timeline: Timeline, many: bool, begin: float = 0.0) -> str:
     columns = [timeline.mean(f"actual.{name}") for name in PHASES]
     values = list(zip(*columns, strict=True))
     seconds = timeline.steps["seconds"]
@@ -289,7 +304,7 @@ def _bars(timeline: Timeline, kind: str, begin: float = 0.0) -> str:
         clock(begin, timeline.end), linear(0, top * 1.04, seconds_text, 4), says, tall=True
     )
     spans = timeline.busy()
-    if kind == "mean":
+    if many:
         chart.area("peak", [(a, b, 0, v) for (a, b), v in zip(spans, longest, strict=True)])
     _stack(chart, spans, values)
     lines = [
@@ -298,7 +313,7 @@ def _bars(timeline: Timeline, kind: str, begin: float = 0.0) -> str:
     ]
     for name, word in (("tokens", "tokens"), ("rows", "rows"), ("running", "running")):
         lines.append(("", word, [_amount(value) for value in timeline.mean(name)]))
-    if kind == "mean":
+    if many:
         lines.append(("peak", "longest", [seconds_text(value) for value in longest]))
     chart.hover = Hover(timeline.middles(), timeline.titles(), lines)
     return chart.html()
