@@ -25,7 +25,7 @@ COMMIT = 3e5  # bytes that take as long as moving single tokens into a ring
 SWAP_START = 1e-3  # seconds until a swap has begun
 
 # Online refinement: how far a step moves what is known, and how far that may go.
-FAST, SLOW = 0.5, 0.05
+FAST, SLOW = 0.3, 0.05
 SETTLE, LEAK = 16, 0.15  # every so many steps, so much of what is so now becomes what is known
 HISTORY = 3  # the median of so many steps: one that was interrupted changes nothing
 STRANGE = 0.7  # log ratio beyond which a single step says no more

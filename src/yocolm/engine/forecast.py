@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from yocolm.engine.cost import CostModel, StepLoad
 from yocolm.engine.pages import PagePool
-from yocolm.engine.policy import Traffic, slack_of
+from yocolm.engine.policy import LEAST_CHUNK, Traffic, slack_of
 from yocolm.engine.request import Request, Sequence
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Outputs:
 
     def __init__(self) -> None:
         self.computed_share = 1.0  # of a prompt: what no cache had
-        self.tokens_per_second = 0.0  # of prompts that arrive
         self._length = float(USUAL_OUTPUT)
         self._to_the_end = 0.5  # share of replies that went on until max_tokens
         self._finished = self._arrived = 0
@@ -59,8 +58,15 @@ class Outputs:
             # Means of gaps and of tokens, not of their ratio: two that come together are no flood.
             self._gap += weight * (gap - self._gap)
             self._tokens += weight * (request.num_prompt - self._tokens)
-            self.tokens_per_second = self._tokens / self._gap
         self._last_arrival = now
+
+    def arriving(self, seconds: float) -> int:
+        """Tokens of prompts that will come within so many seconds: as many as in half of all cases,
+        since most often it is none or few."""
+        if not self._gap:
+            return 0
+        count = int(seconds / self._gap + 1 / 3)  # nearly the median of Poisson's distribution
+        return round(count * self._tokens * self.computed_share)
 
     def finished(self, seq: Sequence, num_cached: int = 0) -> None:
         """A sequence has ended, of whose prompt ``num_cached`` tokens needed no computation."""
@@ -141,8 +147,7 @@ def ttft(
     line.prompt(num_cached, stop, 1, 0)
     # Who comes behind fills the rest of its last step.
     more = sum(seq.num_tokens for seq in islice(behind, GROUPS))
-    more += outputs.tokens_per_second * outputs.computed_share * line.seconds
-    line.fill(int(more))
+    line.fill(more + outputs.arriving(line.seconds))
     line.close()
     return line.seconds + max(0.0, now - request.arrival)
 
@@ -338,7 +343,8 @@ class _Line:
             middle = (low + high) // 2
             load = self._load(middle, 1, 0.0)
             low, high = (middle, high) if self.cost.seconds(load) <= allowed else (low, middle)
-        return low
+        # Who is late already is not waited for.
+        return low if low >= LEAST_CHUNK else most
 
     def close(self) -> None:
         """End the open step, if anything is in it."""
