@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import Future
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 
 from yocolm.bench import goodput
 from yocolm.bench.goodput import Point, Run, Sweep, main, measure
+from yocolm.bench.goodput_engine import compare, compared_table, figures
 from yocolm.bench.recording import RequestTimes
-from yocolm.bench.simulated import Setup
+from yocolm.bench.simulated import Setup, simulate
 from yocolm.bench.traces import MIXES, uniform
+from yocolm.engine.cost import CostModel
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.settings import EngineSettings
+from yocolm.engine.trace import Trace
 from yocolm.models.presets import preset
 
 
@@ -58,6 +62,44 @@ def test_a_single_token_is_kept_by_its_first() -> None:
     one = RequestTimes(0.0, 10, 1, ttft=0.5, e2e=0.5, ttft_target=1.0, tpot_target=1e-9)
     run = measure(setup(), Point("uniform", "fcfs", 512, 1.0, 0), lambda *_: [one, one])
     assert run.met == 1.0
+
+
+class FakeEngine:
+    """Takes twice as long as was known before, and says so afterwards."""
+
+    def __init__(self, known: Hardware) -> None:
+        self.hardware = known
+
+    def run(self, setup: Setup, trace: Trace, solo: CostModel) -> list[RequestTimes]:
+        slow = {name: getattr(self.hardware, name) / 2 for name in RATES}
+        slow["matrix_rates"] = tuple((n, rate / 2) for n, rate in self.hardware.matrix_rates)
+        slow |= {name: 2 * getattr(self.hardware, name) for name in SECONDS}
+        self.hardware = replace(self.hardware, **slow)
+        return simulate(replace(setup, hardware=self.hardware), trace).requests
+
+
+RATES = "weight_bandwidth kv_bandwidth state_bandwidth attention_rate draw_elements".split()
+SECONDS = [f.name for f in fields(Hardware) if f.name.endswith("_seconds")]
+
+
+def test_the_engine_is_set_beside_what_was_simulated() -> None:
+    engine = FakeEngine(setup().hardware)
+    trace = uniform(0, count=8)
+    said: list[str] = []
+    (row,) = compare(engine, setup(), [("fcfs", 512, trace)], said.append)  # pyright: ignore
+    assert row["refined"] == row["engine"]
+    for name in ("ttft p50", "tpot p50"):  # at least twice as long, and queues beside it
+        assert 0.3 < row["before"][name] / row["engine"][name] < 0.52
+    text = compared_table([{"mix": "uniform", "load": 80, **row}])
+    assert "uniform 80 fcfs 512" in text and "(+0%)" in text and "(-" in text
+    assert said == [f"engine: fcfs 512, 8 requests in {trace[-1].arrival:.0f} s"]
+
+
+def test_figures_of_requests() -> None:
+    found = figures([request(0.0, 0.5, 0.05), request(1.0, 1.5, 0.15), request(2.0, None, 0.0)])
+    assert found["ttft p50"] == pytest.approx(1.0) and found["tpot p99"] == pytest.approx(0.149)
+    assert found["requests/s"] == pytest.approx(2 / 4.0)
+    assert found["kept both"] == pytest.approx(1 / 3)
 
 
 def made_up(sweep: Sweep, curves: dict[tuple[str, int], list[float]]) -> Sweep:
@@ -115,7 +157,7 @@ def test_one_command_prints_and_saves_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Pool(Here):
-        def __init__(self, jobs: int) -> None:
+        def __init__(self, jobs: int, context: object) -> None:
             assert jobs == 2
 
         def __enter__(self) -> "Pool":

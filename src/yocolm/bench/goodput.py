@@ -2,6 +2,7 @@
 
     python -m yocolm.bench.goodput                      # simulated, on this machine as calibrated
     python -m yocolm.bench.goodput --hardware h100 --model 3B --json goodput.json
+    python -m yocolm.bench.goodput --mix uniform --loads 80 --num-prompts 60 --engine 1
 
 Goodput is requests a second that kept both targets: the first token within 5 times, the time a
 token within 2 times what the request takes alone on the machine, with nothing cached. For every
@@ -13,23 +14,27 @@ drawn by seed. What is compared is ``fcfs`` with the budget whose curve has the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from yocolm.bench.recording import RequestTimes
 from yocolm.bench.report import table
-from yocolm.bench.simulated import Setup, simulate
+from yocolm.bench.simulated import Setup, set_up, simulate
 from yocolm.bench.traces import MIXES, at_rate
 from yocolm.engine.hardware import Hardware
-from yocolm.engine.settings import EngineSettings
+from yocolm.engine.settings import EngineSettings, PolicyName
+from yocolm.engine.trace import Trace
 from yocolm.errors import ConfigError
-from yocolm.models.presets import preset
+from yocolm.models.presets import PRESETS, preset
 from yocolm.models.spec import model_spec
 
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
@@ -40,13 +45,15 @@ AT_ONCE = 1e6  # requests a second
 
 @dataclass(frozen=True)
 class Point:
-    """One run: ``rate`` requests a second of a mix, whose arrivals ``seed`` draws."""
+    """One run: ``rate`` requests a second of a mix, whose arrivals ``seed`` draws; the first
+    ``count``, or all."""
 
     mix: str
-    policy: str
+    policy: PolicyName
     budget: int
     rate: float
     seed: int
+    count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,12 @@ Runner = Callable[[Setup, Point], list[RequestTimes]]
 
 def simulated_run(setup: Setup, point: Point) -> list[RequestTimes]:
     """The requests of one run, simulated."""
-    return simulate(
-        set_up(setup, point), at_rate(MIXES[point.mix](point.seed), point.rate)
-    ).requests
+    return simulate(set_up(setup, point.policy, point.budget), trace_of(point)).requests
 
 
-def set_up(setup: Setup, point: Point) -> Setup:
-    """``setup`` with the policy and the budget of ``point``."""
-    settings = replace(setup.settings, policy=point.policy, max_num_batched_tokens=point.budget)
-    return replace(setup, settings=settings)
+def trace_of(point: Point) -> Trace:
+    """What arrives in one run."""
+    return at_rate(MIXES[point.mix](point.seed)[: point.count], point.rate)
 
 
 def measure(setup: Setup, point: Point, runner: Runner = simulated_run) -> Run:
@@ -109,10 +113,11 @@ class Sweep:
         loads: Sequence[int] = LOADS,
         seeds: int = SEEDS,
         traffic_budget: int = 2048,
+        count: int | None = None,
     ) -> None:
         self.setup, self.mix = setup, mix
         self.budgets, self.loads, self.seeds = tuple(budgets), tuple(loads), range(seeds)
-        self.traffic_budget = traffic_budget
+        self.traffic_budget, self.count = traffic_budget, count
         self.capacity, self.capacity_budget = 0.0, 0
         self.runs: dict[tuple[str, int, int], list[Run]] = {}  # by policy, budget, load
 
@@ -123,7 +128,7 @@ class Sweep:
         self.capacity_budget = max(rates, key=rates.__getitem__)
         self.capacity = rates[self.capacity_budget]
         say(f"{self.mix}: capacity {self.capacity:.4g} requests/s")
-        ways = [("fcfs", budget) for budget in self.budgets]
+        ways: list[tuple[PolicyName, int]] = [("fcfs", budget) for budget in self.budgets]
         ways.append(("traffic", self.traffic_budget))
         started = {
             (*way, load): self._run(pool, *way, self.rate(load))
@@ -135,9 +140,9 @@ class Sweep:
             say(f"{self.mix}: {key[0]} {key[1]} at {key[2]} %")
 
     def _run(
-        self, pool: ProcessPoolExecutor, policy: str, budget: int, rate: float
+        self, pool: ProcessPoolExecutor, policy: PolicyName, budget: int, rate: float
     ) -> Callable[[], list[Run]]:
-        points = [Point(self.mix, policy, budget, rate, seed) for seed in self.seeds]
+        points = [Point(self.mix, policy, budget, rate, seed, self.count) for seed in self.seeds]
         futures = [pool.submit(measure, self.setup, point) for point in points]
         return lambda: [future.result() for future in futures]
 
@@ -236,49 +241,97 @@ def _over(ours: float, theirs: float) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    about = __doc__ or ""
-    parser = argparse.ArgumentParser(
-        prog="python -m yocolm.bench.goodput", description=about.splitlines()[0]
-    )
-    parser.add_argument("--model", default="160M", help="a preset")
-    parser.add_argument("--hardware", default="cpu", help="cpu, h100, h200, or a JSON file")
-    parser.add_argument("--mix", action="append", choices=[*MIXES], help="repeatable; default all")
-    parser.add_argument(
-        "--budgets", type=_numbers, default=BUDGETS, help="of fcfs, such as 128,512"
-    )
-    parser.add_argument("--loads", type=_numbers, default=LOADS, help="in per cent of capacity")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="so many draws of arrivals")
-    parser.add_argument("--traffic-budget", type=int, default=2048, help="tokens of a step at most")
-    parser.add_argument("--max-num-seqs", type=int, help="sequences at once")
-    parser.add_argument("--kv-memory", help="memory for state, such as 2GiB")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--json", type=Path, help="save every run")
-    options = parser.parse_args(argv)
-    config = preset(options.model.removeprefix("random:"))
+    options = _parser().parse_args(argv)
     setup = Setup(
-        config,
-        Hardware.load(options.hardware, model_spec(config)),
+        preset(options.model.removeprefix("random:")),
+        Hardware.load(options.hardware, model_spec(preset(options.model))),
         EngineSettings(max_num_seqs=options.max_num_seqs, kv_memory=options.kv_memory),
     )
-    sweeps = []
-    with ProcessPoolExecutor(options.jobs) as pool:
+    engine = None
+    if options.engine:
+        engine = importlib.import_module("yocolm.bench.goodput_engine").OnEngine(
+            f"random:{options.model}", "bfloat16", options.threads
+        )
+        setup = replace(setup, hardware=engine.calibrate(setup))
+    sweeps, compared = [], []
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for mix in options.mix or MIXES:
             sweep = Sweep(
                 *(setup, mix, options.budgets, options.loads, options.seeds),
-                traffic_budget=options.traffic_budget,
+                *(options.traffic_budget, options.num_prompts),
             )
-            sweep.run(pool, lambda text: print(text, file=sys.stderr, flush=True))
+            sweep.run(pool, _say)
             sweeps.append(sweep)
             print(sweep.text(), end="\n\n", flush=True)
+    for sweep in sweeps if engine is not None else ():
+        compared += on_engine(engine, sweep, options.engine)
     if options.json is not None:
         result = {"model": options.model, "hardware": asdict(setup.hardware)}
         result["sweeps"] = [sweep.to_json() for sweep in sweeps]
+        result["engine"] = compared
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
+def on_engine(engine: Any, sweep: Sweep, seeds: int) -> list[dict[str, Any]]:
+    """Both policies at every load, with so many of the seeds, in real time; prints as it goes."""
+    module = importlib.import_module("yocolm.bench.goodput_engine")
+    rows: list[dict[str, Any]] = []
+    for load in sweep.loads:
+        for seed in range(seeds):
+            rate, count = sweep.rate(load), sweep.count
+            points = [
+                Point(sweep.mix, "fcfs", sweep.best_budget, rate, seed, count),
+                Point(sweep.mix, "traffic", sweep.traffic_budget, rate, seed, count),
+            ]
+            runs = [(point.policy, point.budget, trace_of(point)) for point in points]
+            for row in module.compare(engine, sweep.setup, runs, _say):
+                rows.append({"mix": sweep.mix, "load": load, "seed": seed, **row})
+    print(module.compared_table(rows), end="\n\n", flush=True)
+    return rows
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m yocolm.bench.goodput", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--model", default="160M", choices=PRESETS, help="a preset", metavar="PRESET")
+    add("--hardware", default="cpu", help="cpu, h100, h200, or a JSON file")
+    add("--mix", action="append", choices=[*MIXES], help="repeatable; default all")
+    add("--budgets", type=_numbers, default=BUDGETS, help="of fcfs, such as 128,512")
+    add("--loads", type=_numbers, default=LOADS, help="in per cent of capacity")
+    add("--seeds", type=_number, default=SEEDS, help="so many draws of arrivals")
+    add("--num-prompts", type=_number, help="the first requests of each mix only")
+    add("--traffic-budget", type=_number, default=2048, help="tokens of a step at most")
+    add("--max-num-seqs", type=_number, help="sequences at once")
+    add("--kv-memory", help="memory for state, such as 2GiB")
+    add("--jobs", type=_number, default=2, help="processes")
+    add(
+        "--engine",
+        type=_number,
+        metavar="N",
+        help="then run N of the seeds on the real engine as well, in real time, beside the "
+        "simulator on this machine as measured at the start",
+    )
+    add("--threads", type=_number, default=os.cpu_count() or 1, help="of the engine")
+    add("--json", type=Path, help="save every run")
+    return parser
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_number(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,13 @@ from yocolm.bench.report import table
 from yocolm.config import ModelConfig
 from yocolm.engine.cost import BUDGET, CostModel
 from yocolm.engine.hardware import Hardware
-from yocolm.engine.settings import SWAP_SPACE, EngineSettings, parse_bytes, size_pools
+from yocolm.engine.settings import (
+    SWAP_SPACE,
+    EngineSettings,
+    PolicyName,
+    parse_bytes,
+    size_pools,
+)
 from yocolm.engine.setup import make_scheduler
 from yocolm.engine.simulate import Outcome, Simulation
 from yocolm.engine.steps import Observer
@@ -62,6 +68,12 @@ class Setup:
                 f"{self.hardware.name}: choose a smaller model or larger hardware"
             )
         return left if asked is None else asked
+
+
+def set_up(setup: Setup, policy: PolicyName, budget: int) -> Setup:
+    """``setup`` with another policy and budget of tokens a step."""
+    settings = replace(setup.settings, policy=policy, max_num_batched_tokens=budget)
+    return replace(setup, settings=settings)
 
 
 @dataclass
