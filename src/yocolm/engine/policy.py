@@ -6,6 +6,7 @@ how many tokens. What it leaves out waits for the next step, a bounded number of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from heapq import heappop, heappush
@@ -23,7 +24,14 @@ TPOT_FACTOR = 2.0
 MAX_SKIP = 16  # steps in a row that a decode, or all prompts, may be left out
 LEAST_CHUNK = 32  # tokens; fewer are not worth a place in a step, unless they end the prompt
 DEAR = 0.25  # a decode is dear if it alone lengthens a step by more than this share
-LATE_TURN = 8  # every so many prompts, the first of those that are late has its turn
+LATE_TURN = 8  # of so many steps with prompts, one has the first of those that are late go first
+PACE = 0.85  # of the target for the time between tokens is aimed at: predictions are not exact
+QUICK = 0.25  # of the shortest recent target for a first token, a chunk that has time may take
+RECENT = 32  # requests
+CROWDED = 1.25  # seconds that are asked of one, at most, if who asks cannot wait
+
+
+_NEVER = float("inf")
 
 
 class Policy(Protocol):
@@ -91,13 +99,16 @@ class Traffic:
     """By the cost that is predicted: steps are as long as the pace of those who decode permits.
 
     Each request has a target for its first token and for the time between tokens. Tokens are due
-    at that pace from the first one on, so time that a fast step saves can be spent later.
+    at (most of) that pace from the first one on, so time that a fast step saves can be spent later.
 
     - Decodes that lengthen a step by much (a long context among short ones) are left out while
       their next token is not due and others would be late by it.
-    - Prompts advance by as many tokens as fit before the next token of a decode is due. Their order
-      is by the time at which they are due; those that would make others late (the longest first:
-      Moore and Hodgson's rule, which has the fewest late) go behind, but have a turn now and then.
+    - Prompts advance by as many tokens as fit before the next token of a decode is due. What time
+      decodes have saved is for prompts that are urgent; the others keep to their pace, and to
+      chunks so short that whoever comes meanwhile is not late by one.
+    - Their order is by the time at which they are due. Those that would make others late (the
+      longest first: Moore and Hodgson's rule, which has the fewest late) go behind, if there is
+      no time to spare for them, but have a turn now and then: nobody starves.
     - A prompt begins only if those who run and it can keep their pace together: the sum of what
       each asks of a second must not exceed it.
     """
@@ -109,9 +120,11 @@ class Traffic:
     ) -> None:
         self.cost = cost
         self.ttft_target, self.tpot_target = ttft_target, tpot_target
-        self._load, self._allowed, self._left = StepLoad(), float("inf"), 0
+        self._load, self._left = StepLoad(), 0
+        self._slack, self._pace, self._now = _NEVER, _NEVER, 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)  # targets for a first token
         self._steps_without = 0  # a chunk, though somebody waits for one
-        self._turns = 0
+        self._turn = 0
 
     def added(self, request: Request) -> None:
         if request.ttft_target is None:
@@ -122,6 +135,7 @@ class Traffic:
             request.tpot_target = self.tpot_target
         if request.tpot_target is None:
             request.tpot_target = TPOT_FACTOR * self.cost.solo_tpot(request.num_prompt)
+        self._recent.append(request.ttft_target)
 
     # Decodes
 
@@ -192,79 +206,111 @@ class Traffic:
         if not half and not waiting:
             self._steps_without = 0
             return
-        picked = {entry.seq for entry in decodes}
-        self._allowed = self._time_allowed(scheduler, picked, now)
+        self._now = now
+        self._find_time(scheduler, {entry.seq for entry in decodes}, now)
         self._steps_without += 1
         for seq in self._in_order(half + waiting, now):
             if seq.status is Status.WAITING and not self._keeps_pace(scheduler, seq, now):
                 continue
             yield seq
 
-    def _time_allowed(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> float:
-        """Seconds until the next token of somebody who decodes and is not late is due."""
-        allowed = float("inf")
+    def _find_time(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> None:
+        """Seconds until the next token of somebody who decodes and is not late is due, and the
+        quickest pace of them."""
+        self._slack = self._pace = _NEVER
         seconds = self.cost.seconds(self._load)
         for seq in scheduler.running:
-            if seq.decoding:
-                slack = slack_of(seq, now)
-                if seq not in picked:
-                    slack -= seconds + self.cost.decode_seconds(seq.num_tokens)
-                if slack > 0:
-                    allowed = min(allowed, slack)
-        return allowed
+            if not seq.decoding:
+                continue
+            slack = slack_of(seq, now)
+            if seq not in picked:
+                slack -= seconds + self.cost.decode_seconds(seq.num_tokens)
+            if slack > 0:
+                self._slack = min(self._slack, slack)
+                self._pace = min(self._pace, _pace(seq))
 
     def _in_order(self, seqs: list[Sequence], now: float) -> list[Sequence]:
-        """Those that can be in time, by when they are due, then the others by their turn."""
-        share = 1.0
-        seconds = self.cost.seconds(self._load)
-        if self._load.sequences and self._allowed < float("inf"):
-            share = min(1.0, max(0.1, 1 - seconds / max(self._allowed, 1e-9)))
-        chosen: list[tuple[float, int]] = []
+        """Those that can be in time by when they are due, and the others where there is time."""
+        share = 1.0  # of the time is left by decodes
+        if self._pace < _NEVER:
+            share = max(0.1, 1 - self.cost.seconds(self._load) / self._pace)
         by_due = sorted(seqs, key=_due)
-        end, late = now, set()
+        work = [self.cost.prefill_seconds(s.num_computed, s.num_tokens) / share for s in by_due]
+        late = self._late(by_due, work, now)
+        in_time = [i for i in range(len(by_due)) if i not in late]
+        end, spare = now, _NEVER
+        for i in in_time:
+            end += work[i]
+            spare = min(spare, _due(by_due[i]) - end)
+
+        def urgency(i: int) -> float:  # the response ratio: who waits long for little goes first
+            return (now - by_due[i].request.due) / max(work[i], 1e-9)
+
+        behind = sorted(late, key=urgency, reverse=True)
+        before: list[int] = []
+        self._turn += 1
+        if behind and self._turn % LATE_TURN == 0:
+            before.append(behind.pop(0))
+        while behind and work[behind[0]] < spare:
+            spare -= work[behind[0]]
+            before.append(behind.pop(0))
+        return [by_due[i] for i in (*before, *in_time, *behind)]
+
+    def _late(self, by_due: list[Sequence], work: list[float], now: float) -> set[int]:
+        """Those that will be late if as few as possible are to be."""
+        chosen: list[tuple[float, int]] = []
+        late: set[int] = set()
+        end = now
         for i, seq in enumerate(by_due):
-            work = self.cost.prefill_seconds(seq.num_computed, seq.num_tokens) / share
-            end += work
-            heappush(chosen, (-work, i))
+            end += work[i]
+            heappush(chosen, (-work[i], i))
             if end > _due(seq):
                 longest, index = heappop(chosen)
                 end += longest
-                late.add(by_due[index])
-        first = [seq for seq in by_due if seq not in late]
-        last = sorted(late, key=lambda seq: (seq.status is Status.WAITING, seq.order))
-        if last and (not first or self._turns >= LATE_TURN):
-            return last[:1] + first + last[1:]
-        return first + last
+                late.add(index)
+        return late
 
     def _keeps_pace(self, scheduler: Scheduler, seq: Sequence, now: float) -> bool:
-        """Whether ``seq`` can run beside those who run, all at their pace."""
-        if not scheduler.running:
-            return True
-        shares, pace = 0.0, _tpot(seq)
+        """Whether ``seq`` can decode beside those who do, all at their pace; nearly, if it cannot
+        wait for a better time."""
+        shares, pace, count = self.cost.decode_seconds(seq.num_tokens) / _pace(seq), _pace(seq), 1
         for other in scheduler.running:
-            if other.decoding and slack_of(other, now) < 0:
-                continue
-            shares += self.cost.decode_seconds(other.num_tokens) / _tpot(other)
-            pace = min(pace, _tpot(other))
-        shares += self.cost.decode_seconds(seq.num_tokens) / _tpot(seq)
-        return shares + self._base(len(scheduler.running) + 1) / pace <= 1.0
+            if other.decoding and slack_of(other, now) > 0:
+                shares += self.cost.decode_seconds(other.num_tokens) / _pace(other)
+                pace = min(pace, _pace(other))
+                count += 1
+        shares += self._base(count) / pace
+        return count == 1 or shares <= (CROWDED if self._is_urgent(seq) else 1.0)
 
     def tokens(self, seq: Sequence) -> int:
         most = min(self._left, seq.num_tokens - seq.num_computed)
         if most <= 0:
             return 0
-        if self._seconds_with(seq, most) <= self._allowed:
+        allowed = self._allowed(seq)
+        if self._seconds_with(seq, most) <= allowed:
             return most
         low, high = 0, most
         while high - low > max(8, low // 8):
             middle = (low + high) // 2
-            if self._seconds_with(seq, middle) <= self._allowed:
+            if self._seconds_with(seq, middle) <= allowed:
                 low = middle
             else:
                 high = middle
-        if low >= min(LEAST_CHUNK, most):
+        least = min(LEAST_CHUNK, most)
+        if low >= least:
             return low
-        return min(LEAST_CHUNK, most) if self._steps_without > MAX_SKIP else 0
+        return least if self._steps_without > MAX_SKIP or self._slack == _NEVER else 0
+
+    def _allowed(self, seq: Sequence) -> float:
+        """Seconds that a step with a chunk of ``seq`` may take."""
+        if self._is_urgent(seq):
+            return self._slack
+        return min(self._slack, self._pace, QUICK * min(self._recent))
+
+    def _is_urgent(self, seq: Sequence) -> bool:
+        """Whether its time has come, or is over."""
+        work = self.cost.prefill_seconds(seq.num_computed, seq.num_tokens)
+        return _due(seq) - self._now < min(self._recent) + 2 * work
 
     def _seconds_with(self, seq: Sequence, tokens: int) -> float:
         load = copy(self._load)
@@ -275,26 +321,26 @@ class Traffic:
     def took(self, entry: Scheduled) -> None:
         self._left -= entry.num_tokens
         self._steps_without = 0
-        self._turns = self._turns + 1 if _due(entry.seq) > 0 else 0
         self.cost.add(self._load, entry.start, entry.num_tokens, len(entry.rows), entry.samples_n)
 
 
 def slack_of(seq: Sequence, now: float) -> float:
-    """Seconds until its next token is due, at the pace of its target from the first token on."""
+    """Seconds until its next token is due, at its pace from the first token on."""
     assert seq.first_token_at is not None
-    return seq.first_token_at + seq.num_output * _tpot(seq) - now
+    return seq.first_token_at + seq.num_output * _pace(seq) - now
 
 
-def _tpot(seq: Sequence) -> float:
+def _pace(seq: Sequence) -> float:
+    """Seconds a token that are aimed at."""
     target = seq.request.tpot_target
     assert target is not None
-    return target
+    return PACE * target
 
 
 def _due(seq: Sequence) -> float:
     """When it has to draw its next token: the first, or the one after a preemption."""
     request = seq.request
     if seq.first_token_at is not None:
-        return seq.first_token_at + seq.num_output * _tpot(seq)
+        return seq.first_token_at + seq.num_output * _pace(seq)
     assert request.ttft_target is not None
     return request.due + request.ttft_target
