@@ -1,4 +1,4 @@
-"""Prefix hits and swapped sequences answer as if computed anew, and compute only what is missing."""
+"""Prefix hits and swapped sequences answer as if computed anew, and compute only what is new."""
 
 from typing import Any
 
@@ -14,11 +14,13 @@ from tiny import (
     assert_empty,
     assert_same,
     finish,
-    greedy as tiny_greedy,
     make_engine,
     poison,
     prompt_of,
     run_one,
+)
+from tiny import (
+    greedy as tiny_greedy,
 )
 from yocolm.engine.cost import CostModel
 from yocolm.engine.engine import Engine

@@ -31,6 +31,10 @@ NO_TORCH = (
     "yocolm.models.spec yocolm.models.presets "
     "yocolm.engine.scheduler yocolm.engine.pages yocolm.engine.plan yocolm.engine.request "
     "yocolm.engine.sampling_params yocolm.engine.outputs yocolm.engine.settings "
+    "yocolm.engine.memory yocolm.engine.transfers yocolm.engine.policy yocolm.engine.cost "
+    "yocolm.engine.prefix yocolm.engine.prefix_nodes yocolm.engine.prefix_order "
+    "yocolm.engine.prefix_check yocolm.engine.swap_space yocolm.engine.swap_file "
+    "yocolm.engine.setup yocolm.engine.steps yocolm.engine.hardware yocolm.engine.forecast "
     "yocolm.engine.setup yocolm.engine.trace yocolm.engine.simulate yocolm.bench.simulated "
     "yocolm.bench.goodput yocolm.bench.capacity yocolm.cli_simulate yocolm.train.settings"
 ).split()

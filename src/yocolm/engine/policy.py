@@ -25,9 +25,10 @@ MAX_SKIP = 16  # steps in a row that a decode, or all prompts, may be left out
 LEAST_CHUNK = 32  # tokens; fewer are not worth a place in a step, unless they end the prompt
 DEAR = 0.25  # a decode is dear if it alone lengthens a step by more than this share
 LATE_TURN = 8  # of so many steps with prompts, one has the first of those that are late go first
-PACE = 0.85  # of the target for the time between tokens is aimed at: predictions are not exact
+PACE = 0.93  # of the target for the time between tokens is aimed at: predictions are not exact
 QUICK = 0.25  # of the shortest recent target for a first token, a chunk that has time may take
 RECENT = 32  # requests
+RESERVE = 0.4  # of the shortest recent target stays unspent by those that are late
 CROWDED = 1.25  # seconds that are asked of one, at most, if who asks cannot wait
 
 
@@ -239,9 +240,10 @@ class Traffic:
         late = self._late(by_due, work, now)
         in_time = [i for i in range(len(by_due)) if i not in late]
         end, spare = now, _NEVER
+        reserve = RESERVE * min(self._recent)
         for i in in_time:
             end += work[i]
-            spare = min(spare, _due(by_due[i]) - end)
+            spare = min(spare, _due(by_due[i]) - end - reserve)
 
         def urgency(i: int) -> float:  # the response ratio: who waits long for little goes first
             return (now - by_due[i].request.due) / max(work[i], 1e-9)
