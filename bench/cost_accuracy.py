@@ -174,11 +174,13 @@ class Bench:
         engine, run, live = self.engine, Run(), {}
         engine.watch.observer, engine.watch.learns = run.steps.append, True
         requests: list[Request] = []
+        prompts = [self._prompt(length) for length, _ in lengths]
         begin = time.monotonic()
         while len(requests) < len(lengths) or live:
             while len(requests) < len(lengths) and due(len(requests), len(run.steps)):
-                at = None if arrival is None else arrival(len(requests))
-                request = self._add(*lengths[len(requests)], at)
+                i = len(requests)
+                at = None if arrival is None else arrival(i)
+                request = self._add(prompts[i], lengths[i][1], at)
                 run.added.append(len(run.steps))
                 run.predicted.append(self.forecaster.arrived(request, time.monotonic()))
                 requests.append(request)
@@ -196,11 +198,14 @@ class Bench:
             run.actual.append(request.first_token - request.arrival)
         return run
 
-    def _add(self, num_prompt: int, num_output: int, arrival: float | None) -> Request:
-        """Of tokens that no other has, so that nothing is found in the prefix cache."""
+    def _prompt(self, length: int) -> list[int]:
+        """Tokens that no other has, so that nothing is found in the prefix cache."""
         self._count += 1
         source = random.Random(self._count)
-        prompt = [source.randrange(self.vocab) for _ in range(num_prompt)]
+        return [source.randrange(self.vocab) for _ in range(length)]
+
+    def _add(self, prompt: list[int], num_output: int, arrival: float | None) -> Request:
+        self._count += 1
         params = SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False)
         name = str(self._count)
         self.engine.add_request(name, prompt, params, arrival_time=arrival)

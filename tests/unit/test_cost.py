@@ -138,6 +138,9 @@ def test_rates_show_in_the_seconds() -> None:
     flops = 2048 * spec.write_flops_per_token / bare.matrix_rate(2048)
     mixing = (spec.write_flops(0, 2048) - 2048 * spec.write_flops_per_token) / bare.attention_rate
     assert many.self_prefill == pytest.approx(flops + mixing + state, rel=0.01)
+    logits = cost.predict(load_of(cost, (0, 64, 64, 0))).sample
+    rate = bare.matrix_rate(64) / bare.logits_factor
+    assert logits == pytest.approx(64 * spec.logits_flops_per_row / rate)
     near, far = (cost.predict(load_of(cost, (c, 1, 1, 1))) for c in (1000, 101_000))
     scan = 100_000 * spec.scan_bytes(2)[1] / bare.kv_bandwidth
     assert far.cross_decode - near.cross_decode == pytest.approx(scan)

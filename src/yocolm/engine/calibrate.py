@@ -91,7 +91,7 @@ def remember(hardware: Hardware, path: Path | None) -> None:
 
 def calibration_path(runner: Runner, spec: ModelSpec, folder: Path | None = None) -> Path | None:
     """The file for this machine, model, dtype, number of threads and kind of kernels."""
-    weight = _weight(runner)
+    weight, kernels = _weight(runner), native()
     if folder is None:
         try:
             folder = cache_folder()
@@ -100,7 +100,7 @@ def calibration_path(runner: Runner, spec: ModelSpec, folder: Path | None = None
     parts = (
         platform.machine(),
         _processor(weight.device),
-        native().isa,
+        None if kernels.handle is None else Path(kernels.reason).name,  # changes with the sources
         torch.__version__,
         torch.get_num_threads(),
         weight.dtype,
@@ -160,7 +160,7 @@ class _Calibration:
         hardware, head = self._outside(hardware, steps, logits)
         hardware, write = self._write_table(hardware, steps, chunks)
         read = self._read_table(hardware, steps, timings.get(("scored", 0)))
-        hardware = self._weights(hardware, write)
+        hardware = self._weights(hardware, write, head)
         whole = model_tables(spec, self.size, replace(hardware, model=""))
         write, read, head = map(_continued, (write, read, head), whole)
         return replace(
@@ -282,7 +282,7 @@ class _Calibration:
             table[SCORED] = _rest(scored.read, mixing)
         return tuple(table.items())
 
-    def _weights(self, hardware: Hardware, table: Curve) -> Hardware:
+    def _weights(self, hardware: Hardware, table: Curve, logits: Curve) -> Hardware:
         """Rates of linears, for other models, unless this one's weights stay in the caches."""
         spec = self.spec
         if spec.write_params * self.size < LARGE:
@@ -292,12 +292,16 @@ class _Calibration:
         flops = spec.write_flops_per_token * self.size / 2  # as of bfloat16
         moved = min(spec.write_params, spec.write_flops_per_token / 2) * self.size
         bandwidth = moved / linears[0][1]
-        return replace(
+        hardware = replace(
             hardware,
             weight_bandwidth=bandwidth,
             state_bandwidth=hardware.state_bandwidth * bandwidth / self.generic.weight_bandwidth,
             matrix_rates=tuple((n, n * flops / seconds) for n, seconds in linears),
+            logits_factor=1.0,
         )
+        usual = dict(model_tables(spec, self.size, hardware)[2])
+        factors = [seconds / usual[n] for n, seconds in logits]
+        return replace(hardware, logits_factor=max(1.0, median(factors)))
 
     def _with_rates(self, hardware: Hardware, **rates: tuple[float, float]) -> Hardware:
         """With rates of so much in so many seconds; what is far from the usual was disturbed."""

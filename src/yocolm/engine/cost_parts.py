@@ -125,5 +125,5 @@ def model_tables(
     return (
         curve(spec.write_params, spec.write_flops_per_token, len(spec.write_mixers)),
         curve(spec.read_params, spec.read_flops_per_row, len(spec.read_mixers)),
-        curve(spec.head_params, head, 0),
+        tuple((n, hardware.logits_factor * s) for n, s in curve(spec.head_params, head, 0)),
     )

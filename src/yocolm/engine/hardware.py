@@ -43,7 +43,8 @@ class Hardware:
         it each sequence, each entry of several tokens and each token of those.
     layer_seconds, mixing_seconds: of a layer, whatever it computes, and what its first half's token
         mixing adds to it for every entry of several tokens.
-    draw_seconds: a token drawn, beside its logits; draw_elements: logits a second that draws pass.
+    draw_seconds: a token drawn, beside its logits; draw_elements: logits a second that draws pass;
+        logits_factor: by how much logits take longer than other linears.
     swap_bandwidth: bytes a second to where preempted state goes; memory_bytes: of the device.
     model: ``fingerprint`` of the model that the tables hold for; write_table, read_table,
         logits_table: (tokens, seconds) of its halves and its logits, contexts and states apart.
@@ -67,6 +68,7 @@ class Hardware:
     draw_seconds: float
     draw_elements: float
     swap_bandwidth: float
+    logits_factor: float = 1.0
     note: str = ""
     model: str = ""
     write_table: Curve = ()
@@ -115,7 +117,7 @@ class Hardware:
             raise ConfigError(f"{where} holds {type(data).__name__}; it must be a JSON object")
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(data) - set(known))
-        optional = {"note", "model", "write_table", "read_table", "logits_table"}
+        optional = {"logits_factor", "note", "model", "write_table", "read_table", "logits_table"}
         missing = sorted(set(known) - set(data) - optional)
         if unknown or missing:
             what = f"has the unknown fields {unknown}" if unknown else f"lacks the fields {missing}"
