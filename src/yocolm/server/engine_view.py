@@ -68,6 +68,15 @@ class EngineView:
         self.held = Held(record.running, record.waiting, record.usage)
 
     @property
+    def num_running(self) -> int:
+        """As it is now, in the middle of a step as well."""
+        return len(self._engine.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._engine.scheduler.waiting)
+
+    @property
     def policy(self) -> str:
         return self._engine.settings.policy
 

@@ -14,7 +14,7 @@ from yocolm.server.settings import ServerSettings
 from yocolm.server.telemetry import Telemetry
 
 FRESH = 0.4  # seconds for which what has been made is given out again
-RECENT = 20  # seconds of history for a page that has the older ones already
+RECENT = 60  # seconds of history for a page that has older ones: a long step changes a few
 MAX_ROWS = 64  # requests that are listed
 MOST_ANSWERS = 25.0  # a second; more viewers are told to look less often
 PACES = (1.0, 30.0)  # seconds between two looks of a page, the least and the most
@@ -79,8 +79,8 @@ class Live:
             "slots": [usage.slots_used, usage.slots_kept, usage.num_slots],
             "swap": {"used": swapped, "capacity": swap_room},
             "queue": {
-                "running": held.running,
-                "waiting": max(0, held.waiting - held.swapped),
+                "running": view.num_running,
+                "waiting": max(0, view.num_waiting - held.swapped),
                 "swapped": held.swapped,
                 "max_running": engine.scheduler.max_num_seqs,
                 "max_waiting": self._settings.max_queue,

@@ -149,11 +149,12 @@ const queue = new Areas(byId("queue"), "Requests running and waiting, over five 
   format: count,
 });
 const held = [{ name: "in use", colour: "blue" }, { name: "kept for a hit", colour: "pale" }];
+const fine = (value) => percent(value, value > 0 && value < 0.02 ? 2 : value < 0.2 ? 1 : 0);
 const pages = new Areas(byId("pages"), "Pages held, over five minutes", {
-  series: held, format: share, top: 1,
+  series: held, format: fine, most: 1,
 });
 const slots = new Areas(byId("slots"), "Slots held, over five minutes", {
-  series: held, format: share, top: 1,
+  series: held, format: fine, most: 1,
 });
 const ttft = new Agreement(
   byId("ttft"), "Predicted and actual time to first token", "No predictions yet",

@@ -62,11 +62,12 @@ class Chart {
   }
 }
 
-/** Areas upon each other. `series`: {name, colour} from the bottom up; `line`: one drawn over them. */
+/** Areas upon each other. `series`: {name, colour} from the bottom up; `line`: one drawn over them.
+ * `top`: of the axis, whatever there is to show; `most`: the same at most. */
 export class Areas extends Chart {
-  constructor(host, label, { series, format, top = null, line = null, span = 300 }) {
+  constructor(host, label, { series, format, top = null, most = Infinity, line = null, span = 300 }) {
     super(host, label);
-    Object.assign(this, { series, format, top, line, span, bins: [], now: 0 });
+    Object.assign(this, { series, format, top, most, line, span, bins: [], now: 0 });
     for (const { name, colour } of [...series, ...(line ? [line] : [])]) {
       const kind = line && name === line.name ? "dash" : "dot";
       this.legend.append(el("span", {}, el("i", { class: `${kind} ${colour}` }), name));
@@ -85,7 +86,7 @@ export class Areas extends Chart {
     const { bins, now, span } = this;
     const sums = bins.map((bin) => bin.values.reduce((sum, value) => sum + value, 0));
     const most = Math.max(...sums, ...bins.map((bin) => (this.line ? bin.line : 0)));
-    const top = this.top ?? ceiling(most);
+    const top = this.top ?? Math.min(this.most, ceiling(most));
     const x = (at) => width - MARGIN.right
       - ((now - at) / span) * (width - MARGIN.left - MARGIN.right);
     const y = (value) => height - MARGIN.bottom
@@ -148,7 +149,7 @@ export class Areas extends Chart {
       [name, this.format(bin.values[i]), colour]).reverse();
     if (this.line) lines.unshift([this.line.name, this.format(bin.line), this.line.colour]);
     if (this.series.length > 1) lines.push(["together", this.format(sums[best]), null]);
-    this.tell(at, `${seconds(Math.max(0, this.now - bin.at))} ago`, lines);
+    this.tell(at, `${seconds(Math.max(0, Math.round(this.now - bin.at)))} ago`, lines);
   }
 }
 
@@ -198,7 +199,7 @@ export class Agreement extends Chart {
     if (best) parts.push(svg("circle", { class: "ring", cx: x(best[1]), cy: y(best[2]), r: 6 }));
     this.show(...parts);
     if (best) {
-      this.tell(x(best[1]), `${seconds(Math.max(0, this.now - best[0]))} ago`, [
+      this.tell(x(best[1]), `${seconds(Math.max(0, Math.round(this.now - best[0])))} ago`, [
         ["predicted", seconds(best[1]), null], ["actual", seconds(best[2]), null]]);
     }
   }

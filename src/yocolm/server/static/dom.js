@@ -43,6 +43,7 @@ export function bytes(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (Number.isInteger(value) && value < 100) return `${value} s`;
   if (value < 0.9995) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 99.95) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
   const minutes = Math.floor(value / 60);
@@ -56,7 +57,7 @@ export const brief = (value) => (value < 1 ? `${Number((1000 * value).toPrecisio
   : `${Number(value.toPrecision(2))} s`);
 
 export const percent = (share, digits = 0) =>
-  Number.isFinite(share) ? `${(100 * share).toFixed(digits)} %` : "–";
+  Number.isFinite(share) ? `${Number((100 * share).toFixed(digits))} %` : "–";
 
 export function median(values) {
   if (!values.length) return NaN;

@@ -169,12 +169,8 @@ export class Playground {
   }
 
   end(prompt, answer, told) {
-    if (this.kind !== "chat") return;
-    if (!told.text) {
-      answer.previousSibling?.remove();
-      answer.remove();
-      return;
-    }
+    if (!told.text) answer.append(el("span", { class: "hint" }, "no text"));
+    if (this.kind !== "chat" || !told.reason) return;
     this.turns.push({ role: "user", content: prompt }, { role: "assistant", content: told.text });
     this.prompt.value = "";
   }
@@ -183,7 +179,7 @@ export class Playground {
     const parts = [];
     const add = (name, text) => parts.push(el("div", {}, el("dt", {}, name), el("dd", {}, text)));
     const waited = ((told.first ?? performance.now()) - told.begin) / 1000;
-    add("first token", told.first ? seconds(waited) : "…");
+    if (told.first || !told.reason) add("first token", told.first ? seconds(waited) : "…");
     if (told.predicted !== undefined) {
       add("predicted", told.predicted === null ? "–" : seconds(told.predicted));
     }
