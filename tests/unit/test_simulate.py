@@ -83,6 +83,9 @@ def assert_same(setup: Setup, trace: Trace) -> Simulated:
     assert one.busy.total == pytest.approx(other.busy.total, rel=1e-9)
     assert (one.tokens, one.rows, one.preemptions) == (other.tokens, other.rows, other.preemptions)
     assert (one.swaps, one.recomputed_tokens) == (other.swaps, other.recomputed_tokens)
+    assert one.peak is not None and other.peak is not None
+    for name in ("pages_used", "slots_used", "blocks_swapped", "states_swapped"):
+        assert getattr(one.peak, name) == getattr(other.peak, name), name
     assert one.gaps.count == other.gaps.count
     shares = (1, 50, 99, 100)
     assert one.gaps.percentiles(shares) == pytest.approx(other.gaps.percentiles(shares), rel=2e-3)
@@ -193,7 +196,7 @@ def test_the_observer_sees_every_step() -> None:
     ends = [step.at + step.seconds for step in steps]
     assert all(a <= b.at + 1e-12 for a, b in zip(ends, steps[1:], strict=False))
     assert found.outcome.peak is not None
-    assert max(step.usage.pages_used for step in steps) == found.outcome.peak.pages_used
+    assert max(step.usage.pages_used for step in steps) <= found.outcome.peak.pages_used
 
 
 def test_the_summary_counts_what_kept_its_targets() -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import cast
 
 from yocolm.engine.cost import CostModel, StepCost, StepLoad
-from yocolm.engine.decodes import Decodes
+from yocolm.engine.decodes import Decodes, copy_load
 from yocolm.engine.histogram import Histogram
 from yocolm.engine.plan import Plan, Scheduled, StepResult
 from yocolm.engine.policy import Fcfs
@@ -126,7 +127,7 @@ class Simulation:
             request = Request(
                 str(index),
                 tokens.tolist(),
-                SamplingParams(max_tokens=entry.output_tokens, ignore_eos=True),
+                _params(entry.output_tokens),
                 arrival=at,
                 priority=entry.priority,
                 ttft_target=entry.ttft_target,
@@ -160,11 +161,11 @@ class Simulation:
         load = self.cost.load(plan)
         cost = self._pass(load)
         self._draw([entry.seq for entry in plan.scheduled if entry.samples_n])
+        self._note_usage()
         self._update(plan)
-        usage = self._note_usage()
         if self.observer is not None:
             running, waiting = len(scheduler.running), len(scheduler.waiting)
-            seconds = self.now - began
+            seconds, usage = self.now - began, scheduler.memory.usage()
             self.observer(StepRecord(began, seconds, load, cost, cost, usage, running, waiting))
 
     def _update(self, plan: Plan) -> None:
@@ -207,14 +208,20 @@ class Simulation:
             self.outcome.gaps.add(gap, count)
         last.update(dict.fromkeys(seqs, now))
 
-    def _note_usage(self) -> PoolUsage:
-        """Keep the highest of every pool."""
+    def _note_usage(self) -> None:
+        """Keep the highest of every pool, as it is while a step runs."""
         usage, peak = self.scheduler.memory.usage(), self._peak
         for name, highest in peak.items():
             value = getattr(usage, name)
             if value > highest:
                 peak[name] = value
-        return usage
+
+    def _may_be_peak(self) -> bool:
+        """Whether more may be in use than ever: what sequences hold, shared or not, at least is."""
+        running, peak = self.scheduler.running, self._peak
+        if len(running) > peak["slots_used"]:
+            return True
+        return sum([len(seq.pages) for seq in running]) > peak["pages_used"]
 
     def _wait(self, idle: int) -> None:
         """Nobody could run: time passes until a move ends, or else step by step."""
@@ -258,6 +265,7 @@ class Simulation:
             self._moves.start(scheduler.memory.take_moves(), self.now)
             first = self._bulk_step(members, chunks, first)
         self._last.update(dict.fromkeys(members.leave_all(), self.now))
+        self._note_usage()
 
     def _chunks(self, num_decodes: int) -> list[Scheduled]:
         """The prompts of a step, as the scheduler has them."""
@@ -276,8 +284,10 @@ class Simulation:
         so for the next.
         """
         steps = 1
+        if self._may_be_peak():
+            self._note_usage()
         if chunks or first:
-            load, began = replace(members.load), self.now
+            load, began = copy_load(members.load), self.now
             for entry in chunks:
                 rows, draws = len(entry.rows), entry.samples_n
                 self.cost.add(load, entry.start, entry.num_tokens, rows, draws)
@@ -295,7 +305,6 @@ class Simulation:
             plan = Plan(tuple(sorted(chunks, key=lambda entry: entry.num_tokens > 1)), ())
             self._draw([entry.seq for entry in chunks if entry.samples_n])
             self._update(plan)
-            self._note_usage()
         members.next_steps(1)
         self.scheduler.num_steps += steps
         self.outcome.bulk_steps += steps
@@ -332,6 +341,11 @@ class Simulation:
         self.outcome.steps += steps
         self.now += seconds(steps)
         return steps
+
+
+@cache
+def _params(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
 
 
 class _Moves:

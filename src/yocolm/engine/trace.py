@@ -101,6 +101,8 @@ class Tokens:
         request = self._trace[index]
         line = _COMMON if request.session is None else self._lines[request.session]
         cut = min(max(request.shared, start), stop)
+        if cut == start:
+            return self._row(self._own + index, start, stop)
         return np.concatenate(
             (self._row(line, start, cut), self._row(self._own + index, cut, stop))
         )
