@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from heapq import heappop, heappush
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from yocolm.engine.cost import CostModel, StepLoad
@@ -29,6 +30,8 @@ PACE = 0.93  # of the target for the time between tokens is aimed at: prediction
 QUICK = 0.25  # of the shortest recent target for a first token, a chunk that has time may take
 RECENT = 32  # requests
 RESERVE = 0.4  # of the shortest recent target stays unspent by those that are late
+GRACE = 2  # tokens that a decode may be behind its pace; if it is more, others do not wait for it
+LOOKED_AT = 256  # waiting sequences, in their order
 CROWDED = 1.25  # seconds that are asked of one, at most, if who asks cannot wait
 
 
@@ -125,7 +128,10 @@ class Traffic:
         self._slack, self._pace, self._now = _NEVER, _NEVER, 0.0
         self._recent: deque[float] = deque(maxlen=RECENT)  # targets for a first token
         self._steps_without = 0  # a chunk, though somebody waits for one
-        self._turn = 0
+        self._late: set[Sequence] = set()
+        self._since_late = 0  # chunks since the last one of somebody who is late
+        self._asked = (0.0, _NEVER, 0.0)  # by those who decode, see _keeps_pace
+        self._guest: Sequence | None = None  # runs though there is no pace for it
 
     def added(self, request: Request) -> None:
         if request.ttft_target is None:
@@ -162,13 +168,12 @@ class Traffic:
         now: float,
     ) -> set[Sequence]:
         """The dear ones that need not, or should not, be in this step."""
-        seconds, room = base, float("inf")
+        seconds, room = base, _NEVER
         for seq, c, is_dear in zip(decoding, extra, dear, strict=True):
             if not is_dear:
                 seconds += c
-                slack = slack_of(seq, now)
-                if slack > 0:
-                    room = min(room, slack)
+                if _can_be_in_time(seq, now):
+                    room = min(room, slack_of(seq, now))
         prompts = len(decoding) < len(scheduler.running) or bool(scheduler.waiting)
         left_out: set[Sequence] = set()
         order = sorted((slack_of(seq, now), i) for i, seq in enumerate(decoding) if dear[i])
@@ -200,35 +205,40 @@ class Traffic:
         self, scheduler: Scheduler, decodes: list[Scheduled], budget: int, now: float
     ) -> Iterator[Sequence]:
         half = [seq for seq in scheduler.running if not seq.decoding]
-        waiting = [seq for seq in scheduler.waiting if seq.ticket is None]
-        self._left, self._load = budget, StepLoad()
+        waiting = (seq for seq in scheduler.waiting if seq.ticket is None)
+        seqs = half + list(islice(waiting, LOOKED_AT))
+        self._left, self._load, self._now = budget, StepLoad(), now
         for entry in decodes:
             self.cost.add(self._load, entry.start, 1, 1, 1)
-        if not half and not waiting:
+        if not seqs:
             self._steps_without = 0
             return
-        self._now = now
         self._find_time(scheduler, {entry.seq for entry in decodes}, now)
         self._steps_without += 1
-        for seq in self._in_order(half + waiting, now):
-            if seq.status is Status.WAITING and not self._keeps_pace(scheduler, seq, now):
-                continue
-            yield seq
+        for seq in self._in_order(seqs, now):
+            if seq.status is not Status.WAITING or self._keeps_pace(seq):
+                yield seq
+            elif seq in self._late and self._may_be_guest(scheduler):
+                yield seq
+                if seq.status is Status.RUNNING:
+                    self._guest = seq
 
     def _find_time(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> None:
-        """Seconds until the next token of somebody who decodes and is not late is due, and the
-        quickest pace of them."""
+        """Seconds until the next token of somebody who decodes is due, and the quickest pace of
+        them; of those who can still be in time."""
         self._slack = self._pace = _NEVER
-        seconds = self.cost.seconds(self._load)
+        seconds, asked, count = self.cost.seconds(self._load), 0.0, 0
         for seq in scheduler.running:
-            if not seq.decoding:
+            if not seq.decoding or not _can_be_in_time(seq, now):
                 continue
-            slack = slack_of(seq, now)
+            slack, own = slack_of(seq, now), self.cost.decode_seconds(seq.num_tokens)
             if seq not in picked:
-                slack -= seconds + self.cost.decode_seconds(seq.num_tokens)
-            if slack > 0:
-                self._slack = min(self._slack, slack)
-                self._pace = min(self._pace, _pace(seq))
+                slack -= seconds + own
+            self._slack = min(self._slack, max(slack, 0.0))
+            self._pace = min(self._pace, _pace(seq))
+            asked += own / _pace(seq)
+            count += 1
+        self._asked = asked, self._pace, self._base(count + 1)
 
     def _in_order(self, seqs: list[Sequence], now: float) -> list[Sequence]:
         """Those that can be in time by when they are due, and the others where there is time."""
@@ -237,7 +247,8 @@ class Traffic:
             share = max(0.1, 1 - self.cost.seconds(self._load) / self._pace)
         by_due = sorted(seqs, key=_due)
         work = [self.cost.prefill_seconds(s.num_computed, s.num_tokens) / share for s in by_due]
-        late = self._late(by_due, work, now)
+        late = _latest(by_due, work, now)
+        self._late = {by_due[i] for i in late}
         in_time = [i for i in range(len(by_due)) if i not in late]
         end, spare = now, _NEVER
         reserve = RESERVE * min(self._recent)
@@ -250,44 +261,35 @@ class Traffic:
 
         behind = sorted(late, key=urgency, reverse=True)
         before: list[int] = []
-        self._turn += 1
-        if behind and self._turn % LATE_TURN == 0:
+        if behind and self._since_late >= LATE_TURN:
             before.append(behind.pop(0))
         while behind and work[behind[0]] < spare:
             spare -= work[behind[0]]
             before.append(behind.pop(0))
         return [by_due[i] for i in (*before, *in_time, *behind)]
 
-    def _late(self, by_due: list[Sequence], work: list[float], now: float) -> set[int]:
-        """Those that will be late if as few as possible are to be."""
-        chosen: list[tuple[float, int]] = []
-        late: set[int] = set()
-        end = now
-        for i, seq in enumerate(by_due):
-            end += work[i]
-            heappush(chosen, (-work[i], i))
-            if end > _due(seq):
-                longest, index = heappop(chosen)
-                end += longest
-                late.add(index)
-        return late
-
-    def _keeps_pace(self, scheduler: Scheduler, seq: Sequence, now: float) -> bool:
+    def _keeps_pace(self, seq: Sequence) -> bool:
         """Whether ``seq`` can decode beside those who do, all at their pace; nearly, if it cannot
-        wait for a better time."""
-        shares, pace, count = self.cost.decode_seconds(seq.num_tokens) / _pace(seq), _pace(seq), 1
-        for other in scheduler.running:
-            if other.decoding and slack_of(other, now) > 0:
-                shares += self.cost.decode_seconds(other.num_tokens) / _pace(other)
-                pace = min(pace, _pace(other))
-                count += 1
-        shares += self._base(count) / pace
-        return count == 1 or shares <= (CROWDED if self._is_urgent(seq) else 1.0)
+        wait for a better time.
+
+        Of each second, everybody asks for the time of his own scan over his pace, and all together
+        for that of the weights over the quickest pace.
+        """
+        asked, pace, base = self._asked
+        if pace == _NEVER:
+            return True
+        asked += self.cost.decode_seconds(seq.num_tokens) / _pace(seq)
+        asked += base / min(pace, _pace(seq))
+        return asked <= (CROWDED if self._is_urgent(seq) else 1.0)
+
+    def _may_be_guest(self, scheduler: Scheduler) -> bool:
+        """Nobody waits for ever: one at a time runs whatever that does to others."""
+        return self._guest is None or self._guest not in scheduler.running
 
     def tokens(self, seq: Sequence) -> int:
         most = min(self._left, seq.num_tokens - seq.num_computed)
-        if most <= 0:
-            return 0
+        if most <= 0 or seq.is_swapped:  # that is only read back
+            return min(most, 1)
         allowed = self._allowed(seq)
         if self._seconds_with(seq, most) <= allowed:
             return most
@@ -323,7 +325,28 @@ class Traffic:
     def took(self, entry: Scheduled) -> None:
         self._left -= entry.num_tokens
         self._steps_without = 0
+        self._since_late = 0 if entry.seq in self._late else self._since_late + 1
         self.cost.add(self._load, entry.start, entry.num_tokens, len(entry.rows), entry.samples_n)
+
+
+def _latest(by_due: list[Sequence], work: list[float], now: float) -> set[int]:
+    """Those that will be late if as few as possible are to be, of ``work`` seconds each."""
+    chosen: list[tuple[float, int]] = []
+    late: set[int] = set()
+    end = now
+    for i, seq in enumerate(by_due):
+        end += work[i]
+        heappush(chosen, (-work[i], i))
+        if end > _due(seq):
+            longest, index = heappop(chosen)
+            end += longest
+            late.add(index)
+    return late
+
+
+def _can_be_in_time(seq: Sequence, now: float) -> bool:
+    """Whether a decode is at most so late that fast steps may bring it back."""
+    return slack_of(seq, now) > -GRACE * _pace(seq)
 
 
 def slack_of(seq: Sequence, now: float) -> float:
