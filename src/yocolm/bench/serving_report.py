@@ -206,7 +206,7 @@ def _distribution(
     within = ", ".join(f"{p} % within {seconds_text(found[f'p{p}'])}" for p in PERCENTILES)
     x = logarithmic(low, found["max"], seconds_text)
     chart = Chart(x, linear(0, 1, percent_text, 4), f"{name}: {within}")
-    curve = _curve(ordered)
+    curve = [(x.low, 0.0), *_curve(ordered), (x.high, 1.0)]
     chart.under("soft", curve)
     chart.line("used", curve)
     for row, percent in enumerate(PERCENTILES):
@@ -347,7 +347,7 @@ def dense(chart: Chart, points: list[tuple[float, float]]) -> dict[str, list[tup
 
 def _histogram(title: str, pairs: list[tuple[float, float]]) -> str:
     off = sorted(abs(predicted / actual - 1) for predicted, actual in pairs)
-    edge, count = (0.5 if quantile(off, 0.9) < 0.4 else 1.0), 40
+    edge, count = (0.5 if quantile(off, 0.9) < 0.4 else 1.0), 40 if len(off) > 200 else 20
     width = 2 * edge / count
     bins = [0] * count
     for predicted, actual in pairs:
