@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -13,6 +14,7 @@ import pytest
 
 from scripted import say, scripted_engine
 from serving import client_of, error_of, service_of, talk
+from yocolm.engine.sampling_params import SamplingParams
 from yocolm.server import live, page
 from yocolm.server.service import Service
 
@@ -53,6 +55,11 @@ async def data_when(client: httpx.AsyncClient, true: Any) -> dict[str, Any]:
             return told
         await asyncio.sleep(0.02)
     pytest.fail(f"it never was: {told}")
+
+
+def drawn(told: dict[str, Any]) -> list[int]:
+    """Tokens of each request so far."""
+    return [one["output_tokens"] for one in told["requests"]]
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +155,7 @@ def test_what_the_page_is_told_of_requests() -> None:
     async def work(client: httpx.AsyncClient) -> None:
         with steps(service, 3) as go:
             tasks = [asyncio.create_task(client.post(PATH, json=asked))]
-            told = await data_when(client, lambda told: told["totals"]["rows"] == 24)
+            told = await data_when(client, lambda told: drawn(told) == [3] * 8 + [0])
             requests = told["requests"]
             assert [one["state"] for one in requests] == ["decode"] * 8 + ["waiting"]
             first = requests[0]
@@ -179,7 +186,7 @@ def test_what_the_page_is_told_of_memory() -> None:
     async def work(client: httpx.AsyncClient) -> None:
         with steps(service, 2) as go:
             task = asyncio.create_task(client.post(PATH, json=body(9, prompt=[5] * 20)))
-            told = await data_when(client, lambda told: told["totals"]["rows"] == 1)
+            told = await data_when(client, lambda told: told["slots"][0] and drawn(told) == [1])
             pools = {pool["kind"]: pool for pool in told["pools"]}
             slots = service.engine.scheduler.slot_pool.capacity
             assert told["slots"][0] == 1 and told["slots"][2] == slots
@@ -194,6 +201,39 @@ def test_what_the_page_is_told_of_memory() -> None:
         assert told["pages"][1] > 0, "kept for who begins alike"
 
     talk(service, work)
+
+
+def test_what_is_told_of_those_who_had_to_make_room() -> None:
+    """Swapped sequences are told apart from those that wait, on the page and in the metrics."""
+    service = service_of(scripted_engine(ENDLESS))
+    engine, view = service.engine, service.telemetry.view
+    for name in "ab":
+        engine.enqueue(name, [5] * 20, SamplingParams(max_tokens=9), arrival_time=1.0)
+    engine.scheduler.requests["b"].sequences[0].is_swapped = True
+    engine.scheduler.num_preemptions, engine.scheduler.memory.num_swaps = 5, 3
+    usage = replace(view.held.usage, blocks_swapped=2, states_swapped=1)
+    view.held = replace(view.held, running=0, waiting=2, usage=usage)
+    told = json.loads(service.live.data())
+    assert [one["state"] for one in told["requests"]] == ["waiting", "swapped"]
+    assert told["queue"]["waiting"] == told["queue"]["swapped"] == 1
+    assert told["totals"]["preemptions"] == {"swap": 3, "recompute": 2}
+    page_bytes, slot_bytes = (
+        sum(pool["capacity"] // held[2] for pool in told["pools"] if (pool["kind"] in kinds))
+        for held, kinds in (
+            (told["pages"], ["global_kv"]),
+            (told["slots"], ["window", "recurrent"]),
+        )
+    )
+    assert told["swap"]["used"] == 2 * page_bytes + slot_bytes <= told["swap"]["capacity"]
+    text = service.telemetry.registry.render()
+    for line in (
+        'num_preemptions_total{model_name="tiny"} 5',
+        'preemptions_by_kind_total{model_name="tiny",kind="swap"} 3',
+        'preemptions_by_kind_total{model_name="tiny",kind="recompute"} 2',
+        'num_requests_swapped{model_name="tiny"} 1',
+        f'swap_bytes{{model_name="tiny"}} {told["swap"]["used"]}',
+    ):
+        assert f"yocolm:{line}\n" in text, line
 
 
 def test_the_history_goes_on_from_where_a_page_has_it() -> None:
@@ -346,9 +386,11 @@ def test_how_urgent_it_is_reaches_the_engine() -> None:
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "he"}], "max_tokens": 2}
         answer = await client.post("/v1/chat/completions", json={**chat, **urgent})
         assert answer.status_code == 200
+        scored = {"model": "tiny", "input": "he", "priority": 7}
+        assert (await client.post("/v1/embeddings", json=scored)).status_code == 200
 
     talk(service, work)
-    assert seen == [(-2, 1.0, 0.05), (0, None, None), (-2, 1.0, 0.05)]
+    assert seen == [(-2, 1.0, 0.05), (0, None, None), (-2, 1.0, 0.05), (7, None, None)]
 
 
 def test_what_the_prefix_cache_knew_is_told() -> None:

@@ -16,6 +16,7 @@ from yocolm.server import metrics
 from yocolm.server.chat import extra_variables, render
 from yocolm.server.completions import prompts_of
 from yocolm.server.errors import ApiError, unavailable
+from yocolm.server.loop import Urgency
 from yocolm.server.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from yocolm.server.service import Service, off_loop, request_id_of
 from yocolm.tokenizer import Tokenizer
@@ -56,7 +57,13 @@ async def embeddings(service: Service, request: Request) -> Response:
     params = PoolingParams(pooling_type=pooling.upper(), normalize=normalize)
     renamed = {"prompt": "input"}
     jobs = await service.jobs(
-        request, answer_id, prompts, params, EmbeddingRequest.model_fields, renamed=renamed
+        request,
+        answer_id,
+        prompts,
+        params,
+        EmbeddingRequest.model_fields,
+        renamed=renamed,
+        urgency=Urgency(body.priority or 0),
     )
     async with service.answering(request, jobs) as box:
         outputs = await box.take_all()

@@ -404,6 +404,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
+    priority: Priority | None = None
     user: str | None = None
     dimensions: Any = None
 

@@ -52,6 +52,7 @@ byId("key").addEventListener("submit", (event) => {
 
 let history = [];
 let last = null; // the server's clock at the last answer
+let uptime = 0;
 let timer = null;
 let failures = 0;
 
@@ -86,8 +87,9 @@ document.addEventListener("visibilitychange", () => {
 });
 
 function merge(data) {
-  if (last !== null && data.now < last) history = []; // another server, or it was started anew
+  if (data.uptime < uptime) history = []; // it was started anew
   last = data.now;
+  uptime = data.uptime;
   if (!data.history.length) return;
   const first = data.history[0][0];
   history = history.filter((row) => row[0] < first).concat(data.history).slice(-300);
