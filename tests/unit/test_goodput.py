@@ -14,7 +14,6 @@ from yocolm.bench.goodput_engine import compare, compared_table, figures
 from yocolm.bench.recording import RequestTimes
 from yocolm.bench.simulated import Setup, simulate
 from yocolm.bench.traces import MIXES, uniform
-from yocolm.engine.cost import CostModel
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.settings import EngineSettings
 from yocolm.engine.trace import Trace
@@ -70,7 +69,7 @@ class FakeEngine:
     def __init__(self, known: Hardware) -> None:
         self.hardware = known
 
-    def run(self, setup: Setup, trace: Trace, solo: CostModel) -> list[RequestTimes]:
+    def run(self, setup: Setup, trace: Trace) -> list[RequestTimes]:
         slow = {name: getattr(self.hardware, name) / 2 for name in RATES}
         slow["matrix_rates"] = tuple((n, rate / 2) for n, rate in self.hardware.matrix_rates)
         slow |= {name: 2 * getattr(self.hardware, name) for name in SECONDS}

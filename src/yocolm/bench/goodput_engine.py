@@ -12,9 +12,8 @@ import torch
 from yocolm.bench.recording import RequestTimes, quantile
 from yocolm.bench.report import table
 from yocolm.bench.serving import Replay
-from yocolm.bench.simulated import Setup, set_up, simulate
+from yocolm.bench.simulated import Setup, Solo, set_up, simulate
 from yocolm.engine.calibrate import calibrated
-from yocolm.engine.cost import CostModel
 from yocolm.engine.engine import Engine
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.meter import Pools
@@ -52,10 +51,10 @@ class OnEngine:
         engine.close()
         return self.hardware
 
-    def run(self, setup: Setup, trace: Trace, solo: CostModel) -> list[RequestTimes]:
-        """Replay ``trace``; targets are those of ``solo``."""
+    def run(self, setup: Setup, trace: Trace) -> list[RequestTimes]:
+        """Replay ``trace``."""
         engine = self._engine(setup)
-        recording = Replay(engine, trace, solo=solo).run()
+        recording = Replay(engine, trace).run()
         self.hardware = engine.cost.refined()
         engine.close()
         return recording.requests
@@ -73,12 +72,15 @@ def compare(
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Run every (policy, budget, trace) on the engine, and simulate it: on the machine as it was
-    known before, and as the run itself has made it known. Figures of all three."""
+    known before, and as the run itself has made it known. Figures of all three. Targets are those
+    of the machine as it was known at first, for all runs."""
     rows = []
+    solo = Solo(replace(setup, hardware=engine.hardware or setup.hardware))
     for policy, budget, trace in points:
         one = replace(set_up(setup, policy, budget), hardware=engine.hardware or setup.hardware)
         say(f"engine: {policy} {budget}, {len(trace)} requests in {trace[-1].arrival:.0f} s")
-        real = engine.run(one, trace, one.cost())
+        trace = with_targets(trace, solo)
+        real = engine.run(one, trace)
         refined = replace(one, hardware=engine.hardware or setup.hardware)
         rows.append(
             {
@@ -90,6 +92,15 @@ def compare(
             }
         )
     return rows
+
+
+def with_targets(trace: Trace, solo: Solo) -> Trace:
+    """The same requests, each with the targets that follow from what it takes alone."""
+    targets = [solo.targets(request.prompt_tokens, request.output_tokens) for request in trace]
+    return [
+        replace(request, ttft_target=ttft, tpot_target=tpot)
+        for request, (ttft, tpot) in zip(trace, targets, strict=True)
+    ]
 
 
 def figures(requests: Sequence[RequestTimes]) -> dict[str, float]:
