@@ -217,7 +217,7 @@ export class Agreement extends Chart {
         class: "tick", x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end",
       }, brief(tick));
       yield svg("text", {
-        class: "tick", x: x(tick), y: height - 4, "text-anchor": "middle",
+        class: "tick", x: Math.min(x(tick), width - 16), y: height - 4, "text-anchor": "middle",
       }, brief(tick));
     }
     const ends = [10 ** low, 10 ** high];
