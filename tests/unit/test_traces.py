@@ -10,6 +10,7 @@ from yocolm.bench.traces import (
     MIXES,
     agent,
     at_rate,
+    mix,
     poisson,
     read_agent_cases,
     recorded_sessions,
@@ -170,6 +171,20 @@ def test_the_turns_of_a_session_continue_each_other() -> None:
         continued += before > 0
         ends[request.session] = request.prompt_tokens + request.output_tokens
     assert continued > 20
+
+
+def test_a_file_is_a_mix_of_its_windows(tmp_path: Path) -> None:
+    path = save(tmp_path, "".join(f"{i * i},{100 + i},{i + 1}\n" for i in range(10)))
+    first, second = mix(str(path), 0, count=4), mix(str(path), 1, count=4)
+    assert [r.prompt_tokens for r in first] == [100, 101, 102, 103]
+    assert [r.prompt_tokens for r in second] == [104, 105, 106, 107]
+    # As recorded: 9, 11, 13 seconds apart, but for the rate.
+    assert [r.arrival for r in second] == pytest.approx([0, 3 * 9 / 33, 3 * 20 / 33, 3])
+    assert [r.prompt_tokens for r in mix(str(path), 3, count=4, lengths=0.5)] == [52, 53, 54, 54]
+    assert len(mix(str(path), 5)) == 10
+    assert mix("uniform", 2, count=7) == MIXES["uniform"](2)[:7]
+    with pytest.raises(ConfigError, match="none.csv' is neither one of long-short, agent"):
+        mix(str(tmp_path / "none.csv"), 0)
 
 
 def test_recorded_conversations_come_along() -> None:

@@ -2,6 +2,7 @@
 
     python -m yocolm.bench.goodput                      # simulated, on this machine as calibrated
     python -m yocolm.bench.goodput --hardware h100 --model 3B --json goodput.json
+    python -m yocolm.bench.goodput --mix splitwise_conv.csv --length-scale 0.25
     python -m yocolm.bench.goodput --mix uniform --loads 80 --num-prompts 60 --engine 1
 
 Goodput is requests a second that kept both targets: the first token within 5 times, the time a
@@ -29,7 +30,7 @@ from typing import Any
 from yocolm.bench.recording import RequestTimes
 from yocolm.bench.report import table
 from yocolm.bench.simulated import Setup, set_up, simulate
-from yocolm.bench.traces import MIXES, at_rate
+from yocolm.bench.traces import MIXES, at_rate, mix
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.settings import EngineSettings, PolicyName
 from yocolm.engine.trace import Trace
@@ -45,8 +46,8 @@ AT_ONCE = 1e6  # requests a second
 
 @dataclass(frozen=True)
 class Point:
-    """One run: ``rate`` requests a second of a mix, whose arrivals ``seed`` draws; the first
-    ``count``, or all."""
+    """One run: ``rate`` requests a second of a mix (or a trace's file), as ``seed`` draws them; the
+    first ``count``, or all."""
 
     mix: str
     policy: PolicyName
@@ -54,6 +55,7 @@ class Point:
     rate: float
     seed: int
     count: int | None = None
+    length_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def simulated_run(setup: Setup, point: Point) -> list[RequestTimes]:
 
 def trace_of(point: Point) -> Trace:
     """What arrives in one run."""
-    return at_rate(MIXES[point.mix](point.seed)[: point.count], point.rate)
+    return at_rate(mix(point.mix, point.seed, point.count, point.length_scale), point.rate)
 
 
 def measure(setup: Setup, point: Point, runner: Runner = simulated_run) -> Run:
@@ -114,10 +116,12 @@ class Sweep:
         seeds: int = SEEDS,
         traffic_budget: int = 2048,
         count: int | None = None,
+        length_scale: float = 1.0,
     ) -> None:
         self.setup, self.mix = setup, mix
         self.budgets, self.loads, self.seeds = tuple(budgets), tuple(loads), range(seeds)
         self.traffic_budget, self.count = traffic_budget, count
+        self.length_scale = length_scale
         self.capacity, self.capacity_budget = 0.0, 0
         self.runs: dict[tuple[str, int, int], list[Run]] = {}  # by policy, budget, load
 
@@ -145,6 +149,9 @@ class Sweep:
         points = [Point(self.mix, policy, budget, rate, seed, self.count) for seed in self.seeds]
         futures = [pool.submit(measure, self.setup, point) for point in points]
         return lambda: [future.result() for future in futures]
+
+    def point(self, policy: PolicyName, budget: int, rate: float, seed: int) -> Point:
+        return Point(self.mix, policy, budget, rate, seed, self.count, self.length_scale)
 
     def rate(self, load: int) -> float:
         return self.capacity * load / 100
@@ -255,10 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = replace(setup, hardware=engine.calibrate(setup))
     sweeps, compared = [], []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for mix in options.mix or MIXES:
+        for name in options.mix or MIXES:
             sweep = Sweep(
-                *(setup, mix, options.budgets, options.loads, options.seeds),
-                *(options.traffic_budget, options.num_prompts),
+                *(setup, name, options.budgets, options.loads, options.seeds),
+                *(options.traffic_budget, options.num_prompts, options.length_scale),
             )
             sweep.run(pool, _say)
             sweeps.append(sweep)
@@ -279,10 +286,9 @@ def on_engine(engine: Any, sweep: Sweep, seeds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for load in sweep.loads:
         for seed in range(seeds):
-            rate, count = sweep.rate(load), sweep.count
             points = [
-                Point(sweep.mix, "fcfs", sweep.best_budget, rate, seed, count),
-                Point(sweep.mix, "traffic", sweep.traffic_budget, rate, seed, count),
+                sweep.point("fcfs", sweep.best_budget, sweep.rate(load), seed),
+                sweep.point("traffic", sweep.traffic_budget, sweep.rate(load), seed),
             ]
             runs = [(point.policy, point.budget, trace_of(point)) for point in points]
             for row in module.compare(engine, sweep.setup, runs, _say):
@@ -302,7 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="160M", choices=PRESETS, help="a preset", metavar="PRESET")
     add("--hardware", default="cpu", help="cpu, h100, h200, or a JSON file")
-    add("--mix", action="append", choices=[*MIXES], help="repeatable; default all")
+    names = ", ".join(MIXES)
+    add("--mix", action="append", help=f"{names}, or a trace's file; repeatable; default all three")
+    add("--length-scale", type=float, default=1.0, help="multiplies all token counts")
     add("--budgets", type=_numbers, default=BUDGETS, help="of fcfs, such as 128,512")
     add("--loads", type=_numbers, default=LOADS, help="in per cent of capacity")
     add("--seeds", type=_number, default=SEEDS, help="so many draws of arrivals")

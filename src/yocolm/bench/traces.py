@@ -10,13 +10,15 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from yocolm.engine.trace import Trace, TraceRequest
+from yocolm.engine.trace import Trace, TraceRequest, read_trace
 from yocolm.errors import ConfigError
 
 CHARS_PER_TOKEN = 4
 RECORDED_TURNS = Path(__file__).with_name("agent_turns.json")
+WINDOW = 300  # requests of a file that are a mix
 PAUSE = 30.0  # mean gaps between a session's turns, in mean gaps between arrivals
 
 
@@ -146,6 +148,30 @@ MIXES: dict[str, Callable[[int], Trace]] = {
     "agent": lambda seed: agent(seed, given_scale=1 / 4),
     "uniform": uniform,
 }
+
+
+def mix(name: str, seed: int, count: int | None = None, lengths: float = 1.0) -> Trace:
+    """What ``seed`` draws of a mix, or of a trace in a file: its first ``count`` requests.
+
+    Of a file, ``seed`` chooses a window of ``count`` (or 300) consecutive requests, which arrive
+    as recorded but for the rate. ``lengths`` multiplies all token counts. Raises ConfigError.
+    """
+    if name in MIXES:
+        return scaled(MIXES[name](seed)[:count], lengths)
+    whole = _read(name)
+    count = min(count or WINDOW, len(whole))
+    start = seed * count % (len(whole) - count + 1)
+    return scaled(whole[start : start + count], lengths, 1.0)
+
+
+@cache
+def _read(path: str) -> Trace:
+    try:
+        return read_trace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"mix {path!r} is neither one of {', '.join(MIXES)} nor a file to read: {error}"
+        ) from None
 
 
 def _scaled(tokens: int, factor: float) -> int:
