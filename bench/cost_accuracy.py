@@ -29,7 +29,6 @@ import torch
 from yocolm.config import ModelConfig
 from yocolm.engine.calibrate import calibrated
 from yocolm.engine.engine import Engine
-from yocolm.engine.forecast import Forecaster
 from yocolm.engine.meter import Pools
 from yocolm.engine.request import Request
 from yocolm.engine.sampling_params import SamplingParams
@@ -113,7 +112,6 @@ class Bench:
         )
         self.engine = Engine(cast(CausalLM, module), config, settings=settings)
         self.vocab = min(config.vocab_size, 50_000)
-        self.forecaster = Forecaster(self.engine.scheduler, self.engine.cost)
         self._count = 0
 
     def calibrate(self) -> float:
@@ -182,7 +180,8 @@ class Bench:
                 at = None if arrival is None else arrival(i)
                 request = self._add(prompts[i], lengths[i][1], at)
                 run.added.append(len(run.steps))
-                run.predicted.append(self.forecaster.arrived(request, time.monotonic()))
+                assert request.predicted_ttft is not None
+                run.predicted.append(request.predicted_ttft)
                 requests.append(request)
                 live[request.request_id] = request
             if not live:
@@ -190,7 +189,7 @@ class Bench:
                 continue
             for output in engine.step():
                 if output.finished:
-                    self.forecaster.ended(live.pop(output.request_id).sequences[0])
+                    del live[output.request_id]
         run.seconds = time.monotonic() - begin
         engine.watch.observer = None
         for request in requests:

@@ -6,6 +6,7 @@ same sequences decode, steps are alike, and what they take comes from the cost m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from yocolm.engine.cost import CostModel, StepLoad
 from yocolm.engine.pages import PagePool
-from yocolm.engine.policy import LEAST_CHUNK, Traffic, slack_of
-from yocolm.engine.request import Request, Sequence
+from yocolm.engine.policy import LEAST_CHUNK, PACE, QUICK, RECENT, Traffic, slack_of
+from yocolm.engine.request import Request, Sequence, Status
 
 if TYPE_CHECKING:
     from yocolm.engine.scheduler import Scheduler
@@ -105,7 +106,7 @@ def ttft(
     *,
     num_cached: int = 0,
     boundary: int = 0,
-    pace: tuple[float, float] | None = None,
+    pace: Pace | None = None,
     ahead: list[Sequence] | None = None,
 ) -> float:
     """Predicted seconds from the arrival of ``request`` to its first token.
@@ -117,22 +118,24 @@ def ttft(
         outputs: what has been seen of requests; None assumes the usual.
         num_cached: tokens of its prompt that the prefix cache has.
         boundary: where its prompt is cut so that a state can be kept there; 0 if it is not.
-        pace: seconds that the next step with decodes may last at most, and the steps after it,
-            where these are kept short.
-        ahead: those who wait and go first, where that is not by their places in the queue.
+        pace: how long steps may last, where they are kept short.
+        ahead: those with prompts to compute who go first, where that is not by their places.
     """
     outputs = outputs or Outputs()
     line = _Line(queue, cost, outputs, pace)
     mine = request.sequences[0]
+    half = [seq for seq in queue.running if not seq.decoding]
     if ahead is None:
         ahead, behind = _split(queue.waiting, mine)
     else:
         first = {id(seq) for seq in ahead}
-        behind = [seq for seq in queue.waiting if id(seq) not in first and seq is not mine]
-    for seq in queue.running:
+        behind = [seq for seq in half + queue.waiting if id(seq) not in first and seq is not mine]
+        half = [seq for seq in half if id(seq) in first]
+        ahead = [seq for seq in ahead if seq.status is Status.WAITING]
+    for seq in half:
         if seq is mine:
             num_cached = seq.num_computed
-        elif not seq.decoding:
+        else:
             output = outputs.expected(seq.request, queue.max_model_len)
             line.prompt(seq.num_computed, seq.num_tokens, 1, output)
     for group in _groups(ahead, outputs, queue.max_model_len):
@@ -152,11 +155,40 @@ def ttft(
     return line.seconds + max(0.0, now - request.arrival)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long steps may last, in seconds.
+
+    slack: the next one, until a token is due that is not late already; pace: those after it, the
+    quickest pace of those who decode; quick: any, while the prompt is not urgent, which it is from
+    ``until`` seconds from now on.
+    """
+
+    slack: float
+    pace: float
+    quick: float
+    until: float
+
+    def allowed(self, steps: float, seconds: float, decoding: bool) -> float:
+        """Of the step behind so many steps and seconds, with or without decodes."""
+        most = (self.pace if steps else self.slack) if decoding else float("inf")
+        if seconds >= self.until:
+            return most
+        return min(most, self.quick, self.pace if decoding else self.quick)
+
+    def steps_alike(self, seconds: float, each: float) -> int:
+        """How many steps can be taken at once before that changes."""
+        if seconds >= self.until:
+            return 1 << 31
+        return max(1, int((self.until - seconds) / each))
+
+
 class Forecaster:
     """Says of each request that comes when its first token will, and learns from those that end."""
 
     def __init__(self, scheduler: Scheduler, cost: CostModel) -> None:
         self.scheduler, self.cost, self.outputs = scheduler, cost, Outputs()
+        self._targets: deque[float] = deque(maxlen=RECENT)  # for a first token
 
     def arrived(self, request: Request, now: float) -> float:
         """Predicted seconds from the arrival of ``request``, just queued, to its first token.
@@ -173,7 +205,7 @@ class Forecaster:
                 boundary = (request.num_prompt - 1) // pool.page_size * pool.page_size
         pace = ahead = None
         if isinstance(self.scheduler.policy, Traffic):
-            pace, ahead = self._pace(now), self._due_before(request)
+            pace, ahead = self._pace(request, now), self._due_before(request)
         return ttft(
             self.scheduler,
             self.cost,
@@ -190,21 +222,25 @@ class Forecaster:
         """A sequence has ended, whatever the reason."""
         self.outputs.finished(seq, seq.num_cached)
 
-    def _pace(self, now: float) -> tuple[float, float] | None:
-        """What the next step may last, until a token is due that is not late already, and those
-        after it: the pace of those who decode, the quickest of them."""
+    def _pace(self, request: Request, now: float) -> Pace:
         decoding = [seq for seq in self.scheduler.running if seq.decoding]
-        targets = [seq.request.tpot_target for seq in decoding]
-        pace = min([target for target in targets if target is not None], default=None)
-        if pace is None:
-            return None
         slacks = [slack for slack in (slack_of(seq, now) for seq in decoding) if slack > 0]
-        return min(slacks, default=float("inf")), pace
+        targets = [seq.request.tpot_target or float("inf") for seq in decoding]
+        self._targets.append(request.ttft_target or float("inf"))
+        shortest = min(self._targets)
+        work = self.cost.prefill_seconds(0, request.num_prompt)
+        return Pace(
+            slack=min(slacks, default=float("inf")),
+            pace=PACE * min(targets, default=float("inf")),
+            quick=QUICK * shortest,
+            until=_due(request) - now - shortest - 2 * work,
+        )
 
     def _due_before(self, request: Request) -> list[Sequence]:
         due = _due(request)
-        waiting = [seq for seq in self.scheduler.waiting if seq.request is not request]
-        return [seq for seq in waiting if _due(seq.request) <= due]
+        half = [seq for seq in self.scheduler.running if not seq.decoding]
+        others = [seq for seq in half + self.scheduler.waiting if seq.request is not request]
+        return [seq for seq in others if _due(seq.request) <= due]
 
 
 def _due(request: Request) -> float:
@@ -246,9 +282,7 @@ class _Line:
     ``seconds`` and ``steps`` have passed since now; who decodes leaves at a step known in advance.
     """
 
-    def __init__(
-        self, queue: Queue, cost: CostModel, outputs: Outputs, pace: tuple[float, float] | None
-    ) -> None:
+    def __init__(self, queue: Queue, cost: CostModel, outputs: Outputs, pace: Pace | None) -> None:
         self.cost, self.pool = cost, queue.page_pool
         self.budget, self.pace = queue.max_num_batched_tokens, pace
         decoding = [seq for seq in queue.running if seq.decoding]
@@ -292,9 +326,11 @@ class _Line:
             self._take(part, each)
             self.close()
             tokens -= part
-            full = (tokens - 1) // self.room  # the last step stays open
-            if full:
+            while tokens > self.room:  # the last step stays open
+                full = (tokens - 1) // self.room
                 self._take(self.room, each)
+                if self.pace is not None:
+                    full = min(full, self.pace.steps_alike(self.seconds, self._step_seconds()))
                 tokens -= full * self.tokens
                 self._pass(full)
         self._take(tokens, each)
@@ -304,8 +340,12 @@ class _Line:
             self.chunks += count - 1
 
     def fill(self, tokens: int) -> None:
-        """Others take what is left of the open step."""
-        tokens = min(tokens, self.room - self.tokens)
+        """Others, who are not urgent, take what is left of the open step."""
+        room = self.room
+        if self.pace is not None:
+            quick = min(self.pace.quick, self.pace.allowed(self.steps, -1.0, bool(self.ends)))
+            room = min(room, self._tokens_within(quick, room))
+        tokens = min(tokens, room - self.tokens)
         if tokens > 0:
             self._take(tokens, self.cost.mixing_flops(0, tokens) / tokens)
 
@@ -335,16 +375,22 @@ class _Line:
 
     def _room_beside(self, count: int) -> int:
         most = max(1, self.budget - count)
-        if self.pace is None or not count:
+        if self.pace is None:
             return most
-        allowed = self.pace[self.steps > 0]
+        return self._tokens_within(self.pace.allowed(self.steps, self.seconds, count > 0), most)
+
+    def _tokens_within(self, seconds: float, most: int) -> int:
+        if seconds == float("inf"):
+            return most
         low, high = 1, most + 1
         for _ in range(BISECTIONS):
             middle = (low + high) // 2
             load = self._load(middle, 1, 0.0)
-            low, high = (middle, high) if self.cost.seconds(load) <= allowed else (low, middle)
-        # Who is late already is not waited for.
-        return low if low >= LEAST_CHUNK else most
+            low, high = (middle, high) if self.cost.seconds(load) <= seconds else (low, middle)
+        assert self.pace is not None
+        if low < LEAST_CHUNK and seconds < self.pace.quick:  # who is late already is not waited for
+            return self._tokens_within(self.pace.quick, most)
+        return max(low, min(LEAST_CHUNK, most))
 
     def close(self) -> None:
         """End the open step, if anything is in it."""
