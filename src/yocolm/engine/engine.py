@@ -186,7 +186,9 @@ class Engine:
         self.swapper.close()
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether to step: also where only moves of what was aborted have still to end."""
+        scheduler = self.scheduler
+        return scheduler.has_unfinished or scheduler.awaits_moves
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence once. Returns the requests that have something new
