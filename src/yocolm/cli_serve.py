@@ -7,17 +7,13 @@ import contextlib
 import logging
 import os
 import ssl
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from yocolm.chat import ChatTemplate, load_chat_template
-from yocolm.engine.calibrate import calibrated
-from yocolm.engine.engine import Engine
 from yocolm.engine.llm import LLM
-from yocolm.engine.meter import Pools
 from yocolm.errors import ConfigError, RequestError
 from yocolm.models.registry import load_generation_config, resolve
 from yocolm.server import logs
@@ -48,29 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
         prompt_logprobs=settings.prompt_logprobs,
         enforce_eager=settings.eager,
         enable_prefix_caching=settings.prefix_caching,
+        calibrate=settings.calibrate,
         **{name: value for name, value in engine.items() if value is not None},
     )
-    if settings.calibrate:
-        _calibrate(llm.engine)
     generation = load_generation_config(source) if settings.generation_config == "auto" else {}
     template = _template(settings, source.folder)
     with contextlib.suppress(RequestError):  # no tokenizer, or no end of text
         llm.engine.guides.prepare()  # seconds for a large vocabulary: not while others stream
     service = make_service(llm.engine, template, settings, str(model), generation)
     return serve(service, bind(settings.host, settings.port))
-
-
-def _calibrate(engine: Engine) -> None:
-    """What steps take on this machine, remembered or measured now: predictions are made from it."""
-    begin = time.monotonic()
-    scheduler = engine.scheduler
-    pages, slots = scheduler.page_pool, scheduler.slot_pool
-    limits = scheduler.max_num_batched_tokens, engine.max_model_len
-    pools = Pools(pages.size, slots.size, pages.page_size, *limits)
-    engine.cost.adopt(calibrated(engine.runner, engine.spec, pools))
-    seconds = time.monotonic() - begin
-    if seconds > 0.5:
-        log.info("measured what steps take, in %.1f s; it is remembered", seconds)
 
 
 def _check_files(settings: ServerSettings) -> None:

@@ -16,10 +16,12 @@ import torch
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
 from yocolm.engine.assembly import assemble
+from yocolm.engine.calibrate import calibrated
 from yocolm.engine.cost import CostModel
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
 from yocolm.engine.hardware import Hardware
+from yocolm.engine.meter import Pools
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
@@ -180,6 +182,21 @@ class Engine:
         for seq in self.scheduler.abort(request_id):
             self._end(answer, seq)
         return next(self._deliver([request_id]))
+
+    def calibrate(self, refresh: bool = False) -> None:
+        """Have the cost model know this machine: remembered, or measured in some seconds.
+
+        Nothing may be running. ``refresh`` measures anew.
+        """
+        scheduler = self.scheduler
+        pools = Pools(
+            scheduler.page_pool.size,
+            scheduler.slot_pool.size,
+            scheduler.page_pool.page_size,
+            scheduler.max_num_batched_tokens,
+            self.max_model_len,
+        )
+        self.cost.adopt(calibrated(self.runner, self.spec, pools, refresh=refresh))
 
     def close(self) -> None:
         """Give back what is outside of the process's memory: the swap space."""

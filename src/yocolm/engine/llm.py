@@ -47,6 +47,8 @@ class LLM:
             kv_memory, page_size, prompt_logprobs, fast_prefill, compile; in ``more`` the others,
             such as swap_space, policy, mean_tokens.
         enable_prefix_caching: keep what was computed for prompts that begin alike.
+        calibrate: measure what steps cost, in seconds, unless this machine and model are known;
+            None: where the policy is "traffic".
         enforce_eager: the same as ``compile="eager"``.
         per_layer_tables: "mapped" leaves tables of per-layer inputs in their file, "resident" loads
             them; see ``load_model``.
@@ -73,6 +75,7 @@ class LLM:
         enforce_eager: bool = False,
         per_layer_tables: str = "mapped",
         enable_prefix_caching: bool = True,
+        calibrate: bool | None = None,
         **more: Any,
     ) -> None:
         _check_names(more)
@@ -103,6 +106,8 @@ class LLM:
         ends = eos_token_ids(config, generation, tokenizer)
         self._turn_ends: list[str] = generation.get("stop_strings") or []
         self.engine = Engine(cast(CausalLM, module), config, tokenizer, settings, ends)
+        if settings.policy == "traffic" if calibrate is None else calibrate:
+            self.engine.calibrate()
         self._folder = source.folder
         self._counter = 0
 

@@ -13,6 +13,8 @@ from yocolm.engine.runner import StepStats
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.steps import Observer, StepRecord
 
+LEARN_EVERY = 4  # decode steps: they are many, and alike
+
 
 class Watch:
     """Looks on while the engine steps. Free of cost while nobody observes and nothing is learnt.
@@ -27,7 +29,7 @@ class Watch:
         self.learns = False
         self._forecaster = Forecaster(scheduler, cost)
         self._load: StepLoad | None = None
-        self._at = 0.0
+        self._at, self._decodes = 0.0, 0
         self._before = (0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -55,10 +57,15 @@ class Watch:
         rest = max(0.0, seconds - write - commit - read - sample)
         actual = StepCost(write, commit, read, sample, rest)
         predicted = None if self.observer is None else self._cost.predict(load)
-        if self.learns and load.tokens:
+        if self.learns and self._teaches(load):
             self._cost.observe(load, actual)
         if self.observer is not None and predicted is not None:
             self.observer(self._record(load, seconds, actual, predicted))
+
+    def _teaches(self, load: StepLoad) -> bool:
+        """Whether to learn from a step: of those that only decode, from one in four."""
+        self._decodes = 0 if load.chunks else self._decodes + 1
+        return load.tokens > 0 and self._decodes % LEARN_EVERY == 0
 
     def _record(
         self, load: StepLoad, seconds: float, actual: StepCost, predicted: StepCost
