@@ -264,8 +264,9 @@ class Simulation:
             scheduler.memory.copies.issue()
             self._moves.start(scheduler.memory.take_moves(), self.now)
             first = self._bulk_step(members, chunks, first)
-        self._last.update(dict.fromkeys(members.leave_all(), self.now))
-        self._note_usage()
+        seqs = members.leave_all()
+        if not first:  # else it is known of each
+            self._last.update(dict.fromkeys(seqs, self.now))
 
     def _chunks(self, num_decodes: int) -> list[Scheduled]:
         """The prompts of a step, as the scheduler has them."""
@@ -284,7 +285,7 @@ class Simulation:
         so for the next.
         """
         steps = 1
-        if self._may_be_peak():
+        if self._may_be_peak() or self.outcome.bulk_steps % 64 == 0:
             self._note_usage()
         if chunks or first:
             load, began = copy_load(members.load), self.now
