@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import cast
 
 import torch
@@ -29,6 +29,7 @@ from yocolm.models.base import Batch, CausalLM
 from yocolm.models.dense import DenseState
 from yocolm.models.presets import preset
 from yocolm.models.registry import build_model
+from yocolm.models.spec import model_spec
 from yocolm.ops.attention import attention_reference, causal_attention, window_attention
 from yocolm.ops.retention import gated_retention, retention_recurrent, retention_step
 
@@ -155,12 +156,49 @@ def check_paths(device: torch.device, name: str, config: ModelConfig) -> list[Ro
     return rows
 
 
+def check_memory(device: torch.device, name: str, config: ModelConfig) -> list[Row]:
+    """Sequences that are swapped out and back, and prompts that hit the prefix cache, against an
+    engine with room for all and no cache."""
+    model = build_model(config, device, torch.float32)
+    fill(model)
+    ids = torch.randint(0, config.vocab_size, (150,), generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
+    spec = model_spec(config)
+    few = 12 * spec.page_bytes(16, 4) + 13 * spec.slot_bytes(4)
+    plain = EngineSettings(max_num_seqs=4, page_size=16, kv_memory="64MiB", prefix_caching=False)
+    tight = replace(
+        plain, kv_memory=few, prefix_caching=True, num_checkpoints=8, swap_space="64MiB"
+    )
+    found: list[list[float]] = []
+    for settings in (plain, tight):
+        engine = Engine(cast(CausalLM, model), config, settings=settings)
+        engine.cost.swap_seconds = lambda num_bytes: 0.0  # whatever it costs here
+        scores: list[float] = []
+        for lengths in ((100, 70, 50), (50,), (50,)):
+            for i, length in enumerate(lengths):
+                engine.add_request(str(i), ids[i : i + length].tolist(), params)
+            for _, output in sorted(run(engine).items()):
+                assert output.error is None, output.error
+                chosen = output.outputs[0].logprobs
+                scores += [next(iter(score.values())).logprob for score in chosen]
+        found.append(scores)
+        memory = engine.scheduler.memory
+        engine.close()
+    hits = 0 if memory.cache is None else memory.cache.stats.hits
+    return [
+        agreement(f"{name}, swapped and kept", torch.float32, *map(torch.tensor, reversed(found))),
+        Row(f"{name}, sequences swapped out", memory.num_swaps, "", memory.num_swaps > 0),
+        Row(f"{name}, prompts that began in the cache", hits, "", hits > 0),
+    ]
+
+
 def check(device: torch.device) -> Iterator[Row]:
     yield from check_ops(device)
     for dtype in (torch.float32, torch.bfloat16):
         yield from check_kernels(device, dtype)
     for name in FAMILIES:
         yield from check_paths(device, name, tiny(preset(name)))
+        yield from check_memory(device, name, tiny(preset(name)))
 
 
 def as_line(row: Row, width: int) -> str:

@@ -21,7 +21,8 @@ LOST = "the step that was to start it was interrupted"
 class Swapper:
     """Carries out the moves of plans.
 
-    The store is made for the first move, unless its size was asked for: most engines never swap.
+    The store is made for the first move: most engines never swap. But at once where its size was
+    asked for, so that an error is told, and on a GPU, where pinning memory takes seconds.
     """
 
     def __init__(self, state: PagedState, settings: EngineSettings, space: SwapSpace) -> None:
@@ -30,12 +31,13 @@ class Swapper:
         self._store: SwapStore | None = None
         self._started: set[int] = set()
         self._refused: list[tuple[int, str | None]] = []
-        if settings.swap_space is not None and space.num_blocks + space.num_places:
+        self._on_cpu = torch.device(state.device).type == "cpu"
+        asked = settings.swap_space is not None or not self._on_cpu
+        if asked and space.num_blocks + space.num_places:
             self._store = self._make()
 
     def _make(self) -> SwapStore:
-        on_cpu = torch.device(self._state.device).type == "cpu"
-        kind = "file" if on_cpu else "memory"
+        kind = "file" if self._on_cpu else "memory"
         return SwapStore(self._state, self.space.num_blocks, self.space.num_places, kind)
 
     def start(self, moves: Iterable[Move]) -> None:
