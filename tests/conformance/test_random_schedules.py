@@ -64,6 +64,7 @@ class Scenario:
         self.rng = random.Random(f"{name} {seed}")
         self.name, self.dtype = name, "float32" if seed % 2 else "float64"
         page_size = self.rng.choice([1, 2, 3, 4, 8])
+        keeps = seed % 3 > 0  # prefixes, and what is preempted
         self.room = self.rng.randint(10, 32)  # tokens that the pages hold, about
         self.limits: dict[str, Any] = {"length": self.rng.choice([24, 200]), "eos": (EOS,)}
         self.engine = make_engine(
@@ -73,8 +74,16 @@ class Scenario:
             page_size=page_size,
             seqs=self.rng.choice([1, 3, 4, 6]),
             budget=self.rng.choice([1, 2, 3, 5, 8, 40]),
+            caching=keeps,
+            checkpoints=self.rng.choice([0, 2, 9]),
+            swap=self.rng.choice([0, "4MB"]) if keeps else 0,
+            checkpoint_spacing=page_size * self.rng.choice([1, 3, 1000]),
+            policy=self.rng.choice(["fcfs", "traffic"]) if keeps else "fcfs",
             **self.limits,
         )
+        if keeps and self.rng.random() < 0.7:
+            self.engine.cost.swap_seconds = lambda num_bytes: 0.0
+        self.prompts: list[list[int]] = []
         self.plans = watch_plans(self.engine)
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[str, RequestOutput] = {}
@@ -91,6 +100,12 @@ class Scenario:
             for output in self.engine.step():
                 self.keep(output)
             self.engine.check()
+            self.prompts += [
+                out.prompt_token_ids + s.token_ids
+                for out in self.outputs.values()
+                for s in out.outputs
+                if out.finished
+            ][-2:] * (self.rng.random() < 0.1)
             steps += 1
             assert steps < MAX_STEPS, "no end"
         assert_empty(self.engine)
@@ -100,6 +115,10 @@ class Scenario:
     def add(self) -> None:
         request_id = str(len(self.requests))
         prompt = [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, self.room // 3))]
+        if self.prompts and self.rng.random() < 0.6:  # as an earlier one begins, or all of it
+            earlier = self.rng.choice(self.prompts)
+            prompt = (earlier[: self.rng.randint(1, len(earlier))] + prompt)[: self.room // 3]
+        self.prompts.append(prompt)
         params = random_params(self.rng, len(prompt), self.room)
         try:
             self.engine.add_request(request_id, prompt, params)
@@ -144,6 +163,8 @@ class Scenario:
         return Counter(
             {
                 "preempted": self.engine.scheduler.num_preemptions,
+                "swapped": self.engine.scheduler.memory.num_swaps,
+                "hit": sum(out.num_cached_tokens > 0 for out in self.outputs.values()),
                 "copied": sum(len(plan.copies) for plan in self.plans),
                 "mixed": sum(0 < p.num_single < len(p.scheduled) for p in self.plans),
                 "chunked": sum(e.stop < e.seq.num_tokens for p in self.plans for e in p.scheduled),
@@ -167,5 +188,6 @@ def test_requests_in_random_schedules_equal_solo_runs(
                 raise AssertionError(f"scenario {seed}: {error}") from error
     # They would prove little if these did not happen.
     wanted = ["copied", "mixed", "chunked", "stop", "length", "abort"]
-    for event in wanted + ["preempted"] * (name in GROWING):
+    grown = ["preempted", "hit"] * (name in GROWING)
+    for event in wanted + grown:
         assert events[event] > 0, (name, events)
