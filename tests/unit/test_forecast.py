@@ -198,6 +198,21 @@ def test_with_a_prefix_cache(policy: str, prompt: int) -> None:
     assert forecaster.outputs.computed_share < 1 or prompt < 65
 
 
+def test_pages_that_are_only_kept_are_not_waited_for() -> None:
+    world = cached_world("fcfs")
+    forecaster = Forecaster(world.queue, world.cost)
+    pool = world.queue.page_pool
+    for length in range(15_000, 14_980, -1):  # until the cache has filled the pool
+        world.until_first(world.add(length, 1))
+    assert pool.num_free < 40
+    world.add(200, 300)
+    for _ in range(5):
+        world.step()
+    request = world.add(3000, 5)
+    guess = forecaster.arrived(request, world.now)
+    assert guess == pytest.approx(world.until_first(request), rel=0.05)
+
+
 def test_who_is_due_first_goes_first() -> None:
     world = cached_world("traffic")
     forecaster = Forecaster(world.queue, world.cost)

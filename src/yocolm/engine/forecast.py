@@ -105,6 +105,7 @@ def ttft(
     outputs: Outputs | None = None,
     *,
     num_cached: int = 0,
+    num_evictable: int = 0,
     boundary: int = 0,
     pace: Pace | None = None,
     ahead: list[Sequence] | None = None,
@@ -117,12 +118,14 @@ def ttft(
     Args:
         outputs: what has been seen of requests; None assumes the usual.
         num_cached: tokens of its prompt that the prefix cache has.
+        num_evictable: pages that the prefix cache would give up.
         boundary: where its prompt is cut so that a state can be kept there; 0 if it is not.
         pace: how long steps may last, where they are kept short.
         ahead: those with prompts to compute who go first, where that is not by their places.
     """
     outputs = outputs or Outputs()
     line = _Line(queue, cost, outputs, pace)
+    line.pages += num_evictable
     mine = request.sequences[0]
     half = [seq for seq in queue.running if not seq.decoding]
     if ahead is None:
@@ -197,10 +200,11 @@ class Forecaster:
         """
         self.outputs.arrived(request, now)
         cache, pool = self.scheduler.memory.cache, self.scheduler.page_pool
-        num_cached = boundary = 0
+        num_cached = num_evictable = boundary = 0
         if cache is not None:
             last = min(request.num_prompt - 1, request.scored_rows.start)
             num_cached = cache.match(request.prompt_array, last).length
+            num_evictable = cache.num_evictable
             if cache.stateful:
                 boundary = (request.num_prompt - 1) // pool.page_size * pool.page_size
         pace = ahead = None
@@ -213,6 +217,7 @@ class Forecaster:
             now,
             self.outputs,
             num_cached=num_cached,
+            num_evictable=num_evictable,
             boundary=boundary,
             pace=pace,
             ahead=ahead,
