@@ -96,3 +96,29 @@ def bias(value: str) -> tuple[int, float]:
         return whole(token), float(amount if equals else "missing")
     except ValueError:
         _bad(value, "a token id and a number, such as 17=-2.5")
+
+
+def add_engine(group: argparse._ArgumentGroup, kv_memory: str) -> None:
+    """How large an engine is and who goes next; ``kv_memory`` is the help of that option."""
+    group.add_argument(
+        "--policy", choices=("fcfs", "traffic"), default="fcfs", help="who goes next"
+    )
+    for name, text, times in (("ttft", "to the first token", 5), ("tpot", "between tokens", 2)):
+        text += f" (default: {times} times what a request takes alone)"
+        group.add_argument(f"--{name}-target", type=positive, metavar="S", help=text)
+    group.add_argument("--max-num-seqs", type=size, metavar="N", help="sequences at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=size, metavar="N", help="tokens in one step"
+    )
+    group.add_argument("--max-model-len", type=size, metavar="N", help="prompt and output")
+    group.add_argument("--kv-memory", metavar="SIZE", help=kv_memory)
+    group.add_argument("--page-size", type=size, metavar="N", help="tokens a page")
+    group.add_argument("--mean-tokens", type=size, metavar="N", help="expected of a request")
+    group.add_argument(
+        "--swap-space", metavar="SIZE", help="for preempted requests (0: compute them anew)"
+    )
+    for name, text in (
+        ("--prefix-caching", "keep what was computed for prompts that begin alike"),
+        ("--fast-prefill", "prompt tokens that need no logits skip the second half"),
+    ):
+        group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)

@@ -6,7 +6,17 @@ import argparse
 import os
 from pathlib import Path
 
-from yocolm.cli_arguments import DTYPES, add_model, add_place, positive, size, sizes, texts, whole
+from yocolm.cli_arguments import (
+    DTYPES,
+    add_engine,
+    add_model,
+    add_place,
+    positive,
+    size,
+    sizes,
+    texts,
+    whole,
+)
 
 Commands = argparse._SubParsersAction  # noqa: SLF001  (argparse has no public name for it)
 
@@ -128,30 +138,13 @@ def _add_bench_serving(kinds: Commands) -> None:
 
 
 def _add_serving_engine(group: argparse._ArgumentGroup) -> None:
+    add_engine(group, "memory for state, such as 2GiB")
     group.add_argument(
-        "--policy", choices=("fcfs", "traffic"), default="fcfs", help="who goes next"
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure the machine first, once for each model, for the predictions",
     )
-    for name, text in (("ttft", "to the first token"), ("tpot", "between tokens")):
-        times = 5 if name == "ttft" else 2
-        text += f" (default: {times} times what a request takes alone)"
-        group.add_argument(f"--{name}-target", type=positive, metavar="S", help=text)
-    group.add_argument("--max-num-seqs", type=size, metavar="N", help="sequences at once")
-    group.add_argument(
-        "--max-num-batched-tokens", type=size, metavar="N", help="tokens in one step"
-    )
-    group.add_argument("--max-model-len", type=size, metavar="N", help="prompt and output")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory for state, such as 2GiB")
-    group.add_argument("--page-size", type=size, metavar="N", help="tokens a page")
-    group.add_argument("--mean-tokens", type=size, metavar="N", help="expected of a request")
-    group.add_argument(
-        "--swap-space", metavar="SIZE", help="for preempted requests (0: compute them anew)"
-    )
-    for name, text in (
-        ("--prefix-caching", "keep what was computed for prompts that begin alike"),
-        ("--fast-prefill", "prompt tokens that need no logits skip the second half"),
-        ("--calibrate", "measure the machine first, once for each model, for the predictions"),
-    ):
-        group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)
     group.add_argument(
         "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
     )

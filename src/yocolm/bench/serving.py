@@ -18,10 +18,8 @@ import torch
 from yocolm import __version__
 from yocolm.bench.recording import Recording, RequestTimes, pool_sizes
 from yocolm.config import ModelConfig
-from yocolm.engine.calibrate import calibrated
 from yocolm.engine.cost import CostModel
 from yocolm.engine.engine import Engine, require_device
-from yocolm.engine.meter import Pools
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.policy import TPOT_FACTOR, TTFT_FACTOR
 from yocolm.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -325,7 +323,7 @@ def measure_serving(
         try:
             if calibrate:
                 say("calibrating the cost model")
-                _calibrate(engine)
+                engine.calibrate()
             result = _about(engine, model, str(place), threads, trace_name)
             result |= _replayed(engine, trace, seed, max_concurrency, say)
         finally:
@@ -336,18 +334,6 @@ def measure_serving(
     finally:
         torch.set_num_threads(before)
     return result
-
-
-def _calibrate(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    pools = Pools(
-        scheduler.page_pool.size,
-        scheduler.slot_pool.size,
-        scheduler.page_pool.page_size,
-        scheduler.max_num_batched_tokens,
-        engine.max_model_len,
-    )
-    engine.cost.adopt(calibrated(engine.runner, engine.spec, pools))
 
 
 def _replayed(
