@@ -21,12 +21,13 @@ from yocolm.engine.cost import CostModel
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
 from yocolm.engine.hardware import Hardware
+from yocolm.engine.interrupts import Held
 from yocolm.engine.meter import Pools
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.plan import Plan, StepResult
 from yocolm.engine.request import Request, Sequence
 from yocolm.engine.sampling_params import PoolingParams, SamplingParams, without_draws
-from yocolm.engine.settings import EngineSettings, check_seconds
+from yocolm.engine.settings import EngineSettings, check_urgency
 from yocolm.engine.watch import Watch
 from yocolm.errors import ConfigError, RequestError
 from yocolm.models.base import CausalLM
@@ -36,7 +37,6 @@ from yocolm.tokenizer import Tokenizer
 log = logging.getLogger("yocolm.engine")
 IDLE_WAIT = 0.02  # seconds to wait for a move at a time, when there is nothing else to do
 STEP_FAILED = "the step failed"  # how the error of a request begins whose step raised
-MAX_PRIORITY = 2**31
 Prompt = str | Series[int] | Mapping[str, Any]
 
 
@@ -157,9 +157,10 @@ class Engine:
         request.arrival = now if arrival_time is None else arrival_time
         request.priority = priority
         request.ttft_target, request.tpot_target = ttft_target, tpot_target
-        self.scheduler.add(request)
-        self._answers[request_id] = Answer(request, self.tokenizer)
-        request.predicted_ttft = self.watch.predict_ttft(request, now)
+        with Held():
+            self.scheduler.add(request)
+            self._answers[request_id] = Answer(request, self.tokenizer)
+            request.predicted_ttft = self.watch.predict_ttft(request, now)
         return request.predicted_ttft
 
     def _request(
@@ -179,9 +180,10 @@ class Engine:
         answer = self._answers.get(request_id)
         if answer is None:
             return None
-        for seq in self.scheduler.abort(request_id):
-            self._end(answer, seq)
-        return next(self._deliver([request_id]))
+        with Held():
+            for seq in self.scheduler.abort(request_id):
+                self._end(answer, seq)
+            return next(self._deliver([request_id]))
 
     def calibrate(self, refresh: bool = False) -> None:
         """Have the cost model know this machine: remembered, or measured in some seconds.
@@ -203,30 +205,36 @@ class Engine:
         self.swapper.close()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether to step: also where only moves of what was aborted have still to end."""
-        scheduler = self.scheduler
-        return scheduler.has_unfinished or scheduler.awaits_moves
+        """Whether to step: also where an interrupted step has still to deliver, or moves of what
+        was aborted have still to end."""
+        scheduler, owed = self.scheduler, self._interrupted and bool(self._answers)
+        return scheduler.has_unfinished or scheduler.awaits_moves or owed
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence once. Returns the requests that have something new
         (of those that want their final output only, the ones that have ended).
 
-        An interrupt leaves the engine fit to go on: since the state that a step has written is not
-        what the scheduler knows of, everybody recomputes.
+        An interrupt leaves the engine fit to go on: it waits while queues and pools change, and
+        cuts the model short. Since the state that was written then is not what the scheduler knows
+        of, everybody recomputes.
         """
-        try:
-            changed = self._advance()
-        except BaseException:
-            self.scheduler.preempt_all()
-            self._interrupted = True
-            raise
-        touched = dict.fromkeys(seq.request.request_id for seq in changed)
-        if self._interrupted:  # what ended in the step that was cut short
-            touched.update((i, None) for i, a in self._answers.items() if a.request.finished)
-            self._interrupted = False
-        return list(self._deliver(touched))
+        with Held() as held:
+            try:
+                changed = self._advance(held)
+            except BaseException:
+                self.scheduler.preempt_all()
+                self._interrupted = True
+                raise
+            touched = dict.fromkeys(seq.request.request_id for seq in changed)
+            if self._interrupted:  # what ended in the step that was cut short
+                touched.update((i, None) for i, a in self._answers.items() if a.request.finished)
+            self._interrupted = held.noted
+            if held.noted:  # and will raise: the next step delivers
+                return []
+            outputs = list(self._deliver(touched))
+        return outputs
 
-    def _advance(self) -> list[Sequence]:
+    def _advance(self, held: Held) -> list[Sequence]:
         watch, scheduler = self.watch, self.scheduler
         now = time.monotonic()
         for ticket, error in self.swapper.poll(scheduler.memory.tickets):
@@ -236,7 +244,7 @@ class Engine:
         if not plan.scheduled and scheduler.awaits_moves:
             self.swapper.wait(IDLE_WAIT)
         watch.begin(plan, now)
-        outputs = self._run(plan)
+        outputs = self._run(plan, held)
         failed = self._keep_prompt_scores(plan, outputs)
         results = [output.result for output in outputs]
         changed = scheduler.update(plan, results, time.monotonic())
@@ -244,13 +252,14 @@ class Engine:
         watch.end(changed)
         return changed + failed
 
-    def _run(self, plan: Plan) -> list[EntryOutput]:
+    def _run(self, plan: Plan, held: Held) -> list[EntryOutput]:
         """Run the plan; what it raises (out of memory, most of all) fails the requests in the step.
 
         All others recompute their state: the step may owe them copies.
         """
         try:
-            return self.runner.run(plan)
+            with held.released():
+                return self.runner.run(plan)
         except Exception as error:  # whatever it is, the engine and the other requests go on
             self.scheduler.preempt_all()
             reason = f"{STEP_FAILED}: {error}"
@@ -413,19 +422,10 @@ class Engine:
     def check(self) -> None:
         """Assert that queues and pools agree (for tests, after every step)."""
         self.scheduler.check()
-        assert set(self._answers) == set(self.scheduler.requests), "answers differ from requests"
-
-
-def check_urgency(
-    priority: int, ttft_target: float | None = None, tpot_target: float | None = None
-) -> None:
-    """Raise RequestError unless they are an integer and numbers of seconds (or None)."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError(
-            f"priority={priority!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
-    check_seconds("ttft_target", ttft_target, error=RequestError)
-    check_seconds("tpot_target", tpot_target, error=RequestError)
+        known = {
+            i for i, a in self._answers.items() if not self._interrupted or not a.request.finished
+        }
+        assert known == set(self.scheduler.requests), "answers differ from requests"
 
 
 def require_device(device: str) -> torch.device:

@@ -243,8 +243,8 @@ class LLM:
                 self._counter += 1
                 if isinstance(one, SamplingParams):  # if not, the engine says so
                     one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
+                ids.append(request_id)  # first: whatever interrupts, it is aborted
                 self.engine.add_request(request_id, prompt, one, priority=level)
-                ids.append(request_id)
             yield ids
         finally:
             for request_id in ids:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, get_args
 
-from yocolm.errors import ConfigError, YocolmError
+from yocolm.errors import ConfigError, RequestError, YocolmError
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec
 
 Compile = Literal["auto", "eager", "replay", "inductor", "graph"]
 PolicyName = Literal["fcfs", "traffic"]
+MAX_PRIORITY = 2**31
 SWAP_SPACE = 4 * 2**30  # bytes, unless set; no more than twice the state
 KEPT_STATES = 4  # states that are kept, for each sequence, unless set and as far as memory goes
 MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
@@ -116,6 +117,18 @@ def check_seconds(
     if not fits:
         least = "from 0 on" if zero else "above 0"
         raise error(f"{name}={value!r} must be a number of seconds {least}")
+
+
+def check_urgency(
+    priority: int, ttft_target: float | None = None, tpot_target: float | None = None
+) -> None:
+    """Raise RequestError unless they are an integer and numbers of seconds (or None)."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority={priority!r} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    check_seconds("ttft_target", ttft_target, error=RequestError)
+    check_seconds("tpot_target", tpot_target, error=RequestError)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from yocolm.engine.engine import MAX_PRIORITY
+from yocolm.engine.settings import MAX_PRIORITY
 from yocolm.server.errors import shown
 
 MAX_N = 128
