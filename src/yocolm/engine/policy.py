@@ -30,7 +30,8 @@ PACE = 0.93  # of the target for the time between tokens is aimed at: prediction
 QUICK = 0.25  # of the shortest recent target for a first token, a chunk that has time may take
 RECENT = 32  # requests
 RESERVE = 0.4  # of the shortest recent target stays unspent by those that are late
-GRACE = 2  # tokens that a decode may be behind its pace; if it is more, others do not wait for it
+CREDIT = 0.5  # of the time that a decode can still save, urgent prompts may spend in advance
+USUAL_OUTPUT = 128  # tokens of an answer, before any has been seen
 LOOKED_AT = 256  # waiting sequences, in their order
 CROWDED = 1.25  # seconds that are asked of one, at most, if who asks cannot wait
 
@@ -45,6 +46,10 @@ class Policy(Protocol):
 
     def added(self, request: Request) -> None:
         """A request has been queued."""
+        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """A sequence has ended."""
         ...
 
     def decodes(self, scheduler: Scheduler, now: float) -> list[Sequence]:
@@ -76,6 +81,9 @@ class Fcfs:
         self._left = 0
 
     def added(self, request: Request) -> None:
+        pass
+
+    def ended(self, seq: Sequence) -> None:
         pass
 
     def decodes(self, scheduler: Scheduler, now: float) -> list[Sequence]:
@@ -132,6 +140,8 @@ class Traffic:
         self._since_late = 0  # chunks since the last one of somebody who is late
         self._asked = (0.0, _NEVER, 0.0)  # by those who decode, see _keeps_pace
         self._guest: Sequence | None = None  # runs though there is no pace for it
+        self._output = float(USUAL_OUTPUT)  # mean tokens of the last answers
+        self._hope = _NEVER  # seconds that urgent prompts may take
 
     def added(self, request: Request) -> None:
         if request.ttft_target is None:
@@ -143,6 +153,10 @@ class Traffic:
         if request.tpot_target is None:
             request.tpot_target = TPOT_FACTOR * self.cost.solo_tpot(request.num_prompt)
         self._recent.append(request.ttft_target)
+
+    def ended(self, seq: Sequence) -> None:
+        if seq.finish_reason in ("stop", "length") and seq.num_output:
+            self._output += (seq.num_output - self._output) / RECENT
 
     # Decodes
 
@@ -172,8 +186,7 @@ class Traffic:
         for seq, c, is_dear in zip(decoding, extra, dear, strict=True):
             if not is_dear:
                 seconds += c
-                if _can_be_in_time(seq, now):
-                    room = min(room, slack_of(seq, now))
+                room = min(room, max(0.0, slack_of(seq, now)))
         prompts = len(decoding) < len(scheduler.running) or bool(scheduler.waiting)
         left_out: set[Sequence] = set()
         order = sorted((slack_of(seq, now), i) for i, seq in enumerate(decoding) if dear[i])
@@ -224,21 +237,32 @@ class Traffic:
                     self._guest = seq
 
     def _find_time(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> None:
-        """Seconds until the next token of somebody who decodes is due, and the quickest pace of
-        them; of those who can still be in time."""
-        self._slack = self._pace = _NEVER
+        """Seconds until the next token of somebody who decodes is due, those that they can do
+        without as faster steps will follow, and the quickest pace of them; of those who can still
+        be in time."""
+        self._slack = self._hope = self._pace = _NEVER
         seconds, asked, count = self.cost.seconds(self._load), 0.0, 0
         for seq in scheduler.running:
-            if not seq.decoding or not _can_be_in_time(seq, now):
+            if not seq.decoding:
                 continue
-            slack, own = slack_of(seq, now), self.cost.decode_seconds(seq.num_tokens)
+            slack, pace = slack_of(seq, now), _pace(seq)
+            own = self.cost.decode_seconds(seq.num_tokens)
             if seq not in picked:
                 slack -= seconds + own
+            credit = self._left_to_draw(seq, scheduler) * max(0.0, pace - seconds)
+            if slack + credit <= 0:
+                continue
             self._slack = min(self._slack, max(slack, 0.0))
-            self._pace = min(self._pace, _pace(seq))
-            asked += own / _pace(seq)
+            self._hope = min(self._hope, max(slack + CREDIT * credit, 0.0))
+            self._pace = min(self._pace, pace)
+            asked += own / pace
             count += 1
         self._asked = asked, self._pace, self._base(count + 1)
+
+    def _left_to_draw(self, seq: Sequence, scheduler: Scheduler) -> float:
+        """Tokens that a decode is expected to draw yet."""
+        most = seq.request.max_length(scheduler.max_model_len) - seq.num_tokens
+        return min(most, max(self._output - seq.num_output, self._output / 4))
 
     def _in_order(self, seqs: list[Sequence], now: float) -> list[Sequence]:
         """Those that can be in time by when they are due, and the others where there is time."""
@@ -308,7 +332,7 @@ class Traffic:
     def _allowed(self, seq: Sequence) -> float:
         """Seconds that a step with a chunk of ``seq`` may take."""
         if self._is_urgent(seq):
-            return self._slack
+            return self._hope
         return min(self._slack, self._pace, QUICK * min(self._recent))
 
     def _is_urgent(self, seq: Sequence) -> bool:
@@ -342,11 +366,6 @@ def _latest(by_due: list[Sequence], work: list[float], now: float) -> set[int]:
             end += longest
             late.add(index)
     return late
-
-
-def _can_be_in_time(seq: Sequence, now: float) -> bool:
-    """Whether a decode is at most so late that fast steps may bring it back."""
-    return slack_of(seq, now) > -GRACE * _pace(seq)
 
 
 def slack_of(seq: Sequence, now: float) -> float:

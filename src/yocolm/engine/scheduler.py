@@ -155,6 +155,7 @@ class Scheduler:
         (self.running if runs else self.waiting).remove(seq)
         self.memory.finish(seq, keep=runs and reason in ("stop", "length"))
         seq.status = Status.FINISHED
+        self.policy.ended(seq)
         if seq.request.finished:
             del self.requests[seq.request.request_id]
 
