@@ -1,5 +1,6 @@
 """Prefix hits and swapped sequences answer as if computed anew, and compute only what is new."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from yocolm.engine.engine import Engine
 from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.request import Sequence
 from yocolm.engine.sampling_params import SamplingParams
+from yocolm.engine.swap import SwapStore
 from yocolm.models.spec import model_spec
 
 PAGE = 4
@@ -344,3 +346,50 @@ def test_by_traffic(name: str, dtype: str) -> None:
     assert len(outputs) == 9
     for output in outputs.values():
         assert_dense(output, name, dtype)
+
+
+# Found by others
+
+
+def test_what_is_found_again_after_a_preemption_is_no_cached_prompt() -> None:
+    engine = make_engine("llama", pages=11, seqs=4, page_size=4, caching=True)
+    engine.add_request("a", prompt_of(20, seed=1), greedy(10))
+    engine.add_request("b", prompt_of(5, seed=2), greedy(30))
+    outputs = finish(engine)
+    assert engine.scheduler.num_preemptions == 1
+    assert outputs["b"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
+def test_a_store_that_is_interrupted_while_it_is_made(error: BaseException) -> None:
+    engine = make_engine("retention", pages=9, budget=7, seqs=4, swap="4MB")
+    always_swap(engine)
+    swapper = engine.swapper
+    make, errors = swapper._make, [error]
+    swapper._store = None
+
+    def failing() -> SwapStore:
+        if errors:
+            raise errors.pop()
+        return make()
+
+    swapper._make = failing
+    for i in range(3):
+        engine.add_request(str(i), prompt_of(8 + i, seed=i), greedy(14))
+    while errors:
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    assert len(finish(engine, max_steps=300)) == 3
+
+
+def test_a_start_refused_beside_a_copy_is_tried_again() -> None:
+    """The only state that is kept is being copied for c when b asks; then it can go."""
+    engine = make_engine("retention", pages=40, seqs=2, page_size=32, caching=True)
+    run_one(engine, prompt_of(33), greedy(3))
+    engine.add_request("c", prompt_of(32) + prompt_of(2, seed=7), greedy(15))
+    engine.add_request("b", prompt_of(6, seed=9), greedy(2))
+    order: list[str] = []
+    while engine.has_unfinished_requests():
+        order += [output.request_id for output in engine.step() if output.finished]
+        engine.check()
+    assert order == ["b", "c"]

@@ -80,7 +80,7 @@ class Memory:
         """
         attempt = (seq, seq.num_tokens, self.page_pool.num_free, self.slot_pool.num_free)
         if self.cache is not None:
-            attempt += (self.cache.num_evictable, self.cache.num_states)
+            attempt += (self.cache.num_evictable, self.cache.num_states, self.copies.pending)
         if attempt == self._refused:
             return False
         if seq.is_swapped:
@@ -114,7 +114,8 @@ class Memory:
         seq.pages, seq.slot, seq.num_computed = shared + fresh, slot, match.length
         seq.cursor, seq.num_shared = match.cursor, len(shared)
         seq.caching = self.cache is not None
-        seq.num_cached = max(seq.num_cached, match.length)
+        if seq.request.first_scheduled is None:  # later it may be its own that it finds
+            seq.num_cached = match.length
         seq.stops = self._stops(seq, match)
         return True
 

@@ -270,7 +270,11 @@ class Traffic:
         if self._pace < _NEVER:
             share = max(0.1, 1 - self.cost.seconds(self._load) / self._pace)
         by_due = sorted(seqs, key=_due)
-        work = [self.cost.prefill_seconds(s.num_computed, s.num_tokens) / share for s in by_due]
+        work: list[float] = []
+        for seq in by_due:
+            alone = self.cost.prefill_seconds(seq.num_computed, seq.num_tokens)
+            at_once = min(alone, self._hope)
+            work.append(at_once + (alone - at_once) / share)
         late = _latest(by_due, work, now)
         self._late = {by_due[i] for i in late}
         in_time = [i for i in range(len(by_due)) if i not in late]
@@ -336,7 +340,9 @@ class Traffic:
         return min(self._slack, self._pace, QUICK * min(self._recent))
 
     def _is_urgent(self, seq: Sequence) -> bool:
-        """Whether its time has come, or is over."""
+        """Whether its time has come, and is not over."""
+        if seq in self._late:
+            return False
         work = self.cost.prefill_seconds(seq.num_computed, seq.num_tokens)
         return _due(seq) - self._now < min(self._recent) + 2 * work
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from yocolm.models.spec import DEFAULT_PAGE_SIZE, ModelSpec
 Compile = Literal["auto", "eager", "replay", "inductor", "graph"]
 PolicyName = Literal["fcfs", "traffic"]
 MAX_PRIORITY = 2**31
+MAX_SECONDS = 1e6  # of a target
 SWAP_SPACE = 4 * 2**30  # bytes, unless set; no more than twice the state
 KEPT_STATES = 4  # states that are kept, for each sequence, unless set and as far as memory goes
 MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
@@ -107,16 +107,16 @@ _COUNTS = (
 def check_seconds(
     name: str, value: object, zero: bool = False, error: type[YocolmError] = ConfigError
 ) -> None:
-    """Raise ``error`` unless ``value`` is None or a number of seconds above 0 (or ``zero``)."""
+    """Raise ``error`` unless ``value`` is None or seconds above 0 (or ``zero``), 1e6 at most."""
     if value is None and not zero:
         return
     if not isinstance(value, int | float) or isinstance(value, bool):
         fits = False
     else:
-        fits = math.isfinite(value) and (value > 0 or (zero and value == 0))
+        fits = (value > 0 or (zero and value == 0)) and value <= MAX_SECONDS
     if not fits:
-        least = "from 0 on" if zero else "above 0"
-        raise error(f"{name}={value!r} must be a number of seconds {least}")
+        least = "from 0" if zero else "above 0"
+        raise error(f"{name}={value!r} must be a number of seconds {least} to {MAX_SECONDS:g}")
 
 
 def check_urgency(

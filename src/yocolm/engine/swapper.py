@@ -42,14 +42,15 @@ class Swapper:
 
     def start(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            self._started.add(move.ticket)
             try:
                 if self._store is None:
                     self._store = self._make()
-                self._store.start(move)
-            except ConfigError as error:
+            except (ConfigError, OSError, RuntimeError) as error:  # no file, memory or thread
                 log.warning("preempted requests will be computed anew: %s", error)
                 self._refused.append((move.ticket, str(error)))
+                continue
+            self._started.add(move.ticket)
+            self._store.start(move)
 
     def poll(self, running: Iterable[int]) -> list[tuple[int, str | None]]:
         """Moves that have ended. ``running``: all tickets that somebody waits for."""

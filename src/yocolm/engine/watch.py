@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -13,6 +14,7 @@ from yocolm.engine.runner import StepStats
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.steps import Observer, StepRecord
 
+log = logging.getLogger("yocolm.engine")
 LEARN_EVERY = 4  # decode steps: they are many, and alike
 
 
@@ -85,4 +87,10 @@ class Watch:
     def predict_ttft(self, request: Request, now: float) -> float | None:
         """Seconds from the arrival of a request, just added, to its first token; None unless the
         watch learns."""
-        return self._forecaster.arrived(request, now) if self.learns else None
+        if not self.learns:
+            return None
+        try:
+            return self._forecaster.arrived(request, now)
+        except Exception:  # it is queued: nobody must lose an answer for want of a prediction
+            log.exception("no prediction for request %s", request.request_id)
+            return None

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from yocolm.engine.settings import MAX_PRIORITY
+from yocolm.engine.settings import MAX_PRIORITY, MAX_SECONDS
 from yocolm.server.errors import shown
 
 MAX_N = 128
@@ -28,7 +28,6 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
-MAX_TARGET = 1e6
 
 
 def _check_prompt(value: Any) -> Any:
@@ -104,7 +103,7 @@ StopTokens = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKE
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
 Pooling = Literal["last", "mean"]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # the lowest goes first
-Target = Annotated[float, Field(gt=0, le=MAX_TARGET, allow_inf_nan=False)]  # seconds
+Target = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]  # seconds
 
 
 class Body(BaseModel):
