@@ -393,3 +393,14 @@ def test_a_start_refused_beside_a_copy_is_tried_again() -> None:
         order += [output.request_id for output in engine.step() if output.finished]
         engine.check()
     assert order == ["b", "c"]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_same_scoring_prompt_again_hits_below_its_first_row(name: str) -> None:
+    engine = keeping(name)
+    prompt, params = prompt_of(33), greedy(2, prompt_logprobs=0, prompt_logprobs_start=15)
+    for cached in (0, 12, 12):
+        output, tokens, rows = counted(engine, prompt, params)
+        assert output.num_cached_tokens == cached and tokens == 33 - cached + 1
+        assert rows == 32 - 14 + 2
+        assert_dense(output, name)

@@ -354,3 +354,48 @@ def test_what_follows_an_abort_is_right() -> None:
         assert engine.abort("victim") is not None
         outputs = run(engine, {"next": (prompt_of(13, 9), greedy(6))})
         assert_dense(outputs["next"], NAME)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("page_size", None, "must be an integer"),
+        ("checkpoint_spacing", None, "must be an integer"),
+        ("max_num_batched_tokens", None, "must be an integer"),
+        ("num_checkpoints", -1, "at least 0"),
+        ("num_checkpoints", 10**400, "at most"),
+        ("mean_tokens", 10**400, "at most"),
+        ("ttft_target", 10**400, "seconds above 0 to 1e"),
+        ("tpot_target", float("nan"), "seconds above 0"),
+        ("tpot_target", 0, "seconds above 0"),
+        ("priority_aging", -1.0, "seconds from 0"),
+        ("priority_aging", None, "seconds from 0"),
+        ("policy", "best", "must be one of fcfs, traffic"),
+        ("prefix_caching", 1, "must be True or False"),
+    ],
+)
+def test_settings_that_cannot_be(setting: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineSettings(**{setting: value})
+
+
+@pytest.mark.parametrize("name", ["kv_memory", "swap_space"])
+@pytest.mark.parametrize("value", ["9" * 400 + "GB", 10**400, "-1", "much", True])
+def test_amounts_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        make_engine_with(NAME, **{"kv_memory": "1MB", name: value})
+
+
+def test_too_many_checkpoints_are_named_in_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="lower .*num_checkpoints"):
+        make_engine_with(NAME, kv_memory="1MB", num_checkpoints=10**9)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "0", 2**40, None])
+def test_priorities_that_cannot_be(value: Any) -> None:
+    engine = make_engine(NAME)
+    with pytest.raises(RequestError, match="priority="):
+        engine.add_request("one", [1, 2], greedy(1), priority=value)
+    with pytest.raises(RequestError, match="ttft_target="):
+        engine.add_request("one", [1, 2], greedy(1), ttft_target=-1.0)
+    engine.check()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from yocolm.engine.trace import Trace, TraceRequest, read_trace
+from yocolm.engine.trace import MAX_TOKENS, Trace, TraceRequest, read_trace
 from yocolm.errors import ConfigError
 
 CHARS_PER_TOKEN = 4
@@ -175,6 +175,10 @@ def _read(path: str) -> Trace:
 
 
 def _scaled(tokens: int, factor: float) -> int:
+    if tokens * factor > MAX_TOKENS:
+        raise ConfigError(
+            f"{tokens} tokens times {factor:g} are more than {MAX_TOKENS}: scale lengths by less"
+        )
     return max(1, round(tokens * factor))
 
 

@@ -83,13 +83,7 @@ class Memory:
             attempt += (self.cache.num_evictable, self.cache.num_states, self.copies.pending)
         if attempt == self._refused:
             return False
-        if seq.is_swapped:
-            started = self._bring_in(seq)
-        else:
-            match = self._match(seq)
-            started = self._begin(seq, match)
-            if not started and match.length and not self.copies.pending:
-                started = self._begin(seq, MISS)  # the room may be what it holds on to
+        started = self._bring_in(seq) if seq.is_swapped else self._begin(seq, self._match(seq))
         self._refused = () if started else attempt
         return started
 
@@ -160,14 +154,17 @@ class Memory:
     def _stops(self, seq: Sequence, match: Match) -> list[int]:
         """Where chunks have to end, last one first, since a state is kept there.
 
-        That is where the prompt parts from one seen before, at intervals, and at its last page
-        boundary but for one token, which the same prompt has to compute again.
+        That is where the prompt parts from one seen before, at intervals, and at the last page
+        boundary before what the same prompt would have to compute again: its last token, or the
+        first row that is scored.
         """
         if self.cache is None or not self.cache.stateful:
             return []
-        size = self.page_pool.page_size
-        last = (seq.request.num_prompt - 1) // size * size
-        stops = {last, match.shared, *range(self.spacing, last, self.spacing)}
+        size, request = self.page_pool.page_size, seq.request
+        last, scored = (
+            place // size * size for place in (request.num_prompt - 1, request.scored_rows.start)
+        )
+        stops = {last, scored, match.shared, *range(self.spacing, last, self.spacing)}
         return sorted((s for s in stops if match.length < s < seq.num_tokens), reverse=True)
 
     def start_from(self, parent: Sequence, sibling: Sequence) -> bool:

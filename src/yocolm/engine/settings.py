@@ -15,6 +15,8 @@ Compile = Literal["auto", "eager", "replay", "inductor", "graph"]
 PolicyName = Literal["fcfs", "traffic"]
 MAX_PRIORITY = 2**31
 MAX_SECONDS = 1e6  # of a target
+MAX_COUNT = 2**40
+MAX_BYTES = 2**60
 SWAP_SPACE = 4 * 2**30  # bytes, unless set; no more than twice the state
 KEPT_STATES = 4  # states that are kept, for each sequence, unless set and as far as memory goes
 MAX_NUM_SEQS = 64  # unless set; fewer if their constant-size state would take half the memory
@@ -90,10 +92,14 @@ class EngineSettings:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in _COUNTS:
             value, least = getattr(self, name), int(name != "num_checkpoints")
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{name}={value!r} must be an integer")
-            if value is not None and value < least:
+            if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
+            if value > MAX_COUNT:
+                raise ConfigError(f"{name} must be at most {MAX_COUNT}")
         for name in ("ttft_target", "tpot_target", "priority_aging"):
             check_seconds(name, getattr(self, name), zero=name == "priority_aging")
 
@@ -102,6 +108,7 @@ _COUNTS = (
     *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "page_size"),
     *("num_checkpoints", "checkpoint_spacing", "mean_tokens"),
 )
+_OPTIONAL = ("max_num_seqs", "max_model_len", "num_checkpoints", "mean_tokens")
 
 
 def check_seconds(
@@ -180,7 +187,14 @@ def size_pools(
         raise ConfigError(
             f"kv_memory={budget} bytes hold no page beside the state of {seqs} "
             f"sequence{'s' * (seqs > 1)}; give at least {least} bytes"
-            + (", or lower max_num_seqs" if seqs > 1 else "")
+            + ", or lower "
+            + " or ".join(
+                [
+                    *["max_num_seqs"] * (seqs > 1),
+                    *["num_checkpoints"] * (settings.num_checkpoints is not None),
+                    "page_size",
+                ]
+            )
         )
     return PoolSizes(min(pages, useful) + 1, seqs + kept + 1, seqs)
 
@@ -211,11 +225,14 @@ def parse_bytes(
     if amount is None or (isinstance(amount, int) and not isinstance(amount, bool)):
         if amount is not None and amount <= 0 and not (zero and amount == 0):
             raise ConfigError(f"{name}={amount} must be above 0 bytes")
+        if amount is not None and amount > MAX_BYTES:
+            raise ConfigError(f"{name} must be at most {MAX_BYTES} bytes")
         return amount
     match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     if match is None:
         raise ConfigError(f"{name}={amount!r} is no amount of bytes; write 500MB or 2GiB, say")
-    return parse_bytes(int(float(match.group(1)) * _UNITS[match.group(2).lower()]), name, zero)
+    number = min(float(match.group(1)) * _UNITS[match.group(2).lower()], 2.0 * MAX_BYTES)
+    return parse_bytes(int(number), name, zero)
 
 
 def available_memory() -> int:

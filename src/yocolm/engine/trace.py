@@ -26,7 +26,8 @@ ALIASES = {  # of published traces
     "output_tokens": ("num_decode_tokens", "generatedtokens", "response_tokens"),
     "session": ("session_id",),
 }
-MAX_TOKENS = 2**31
+MAX_TOKENS = 2**26  # of a request: its prompt is made, and takes eight bytes each
+MAX_NUMBER = 2**31  # seconds, priorities
 _COMMON = 0  # the line that requests without a session share
 
 
@@ -225,7 +226,13 @@ def _columns(path: str | Path, head: list[str]) -> dict[str, int] | None:
 def _request(where: str, names: dict[str, int], row: list[str]) -> TraceRequest:
     cells = {name: row[place].strip() for name, place in names.items() if place < len(row)}
 
-    def read(name: str, convert: Callable[[str], Any], least: float, default: Any) -> Any:
+    def read(
+        name: str,
+        convert: Callable[[str], Any],
+        least: float,
+        default: Any,
+        most: int = MAX_NUMBER,
+    ) -> Any:
         text = cells.get(name, "")
         if not text and name not in COLUMNS[:3]:
             return default
@@ -233,17 +240,17 @@ def _request(where: str, names: dict[str, int], row: list[str]) -> TraceRequest:
             value = convert(text)
         except ValueError:
             raise ConfigError(f"{where}: {name}={text!r} is not a number") from None
-        if not least <= value <= MAX_TOKENS:
-            raise ConfigError(f"{where}: {name}={text} must be from {least} to {MAX_TOKENS}")
+        if not least <= value <= most:
+            raise ConfigError(f"{where}: {name}={text[:40]} must be from {least} to {most}")
         return value
 
     return TraceRequest(
         arrival=read("arrival", _seconds, 0, None),
-        prompt_tokens=read("prompt_tokens", _whole, 1, None),
-        output_tokens=read("output_tokens", _whole, 1, None),
+        prompt_tokens=read("prompt_tokens", _whole, 1, None, MAX_TOKENS),
+        output_tokens=read("output_tokens", _whole, 1, None, MAX_TOKENS),
         session=cells.get("session") or None,
-        shared_prefix=read("shared_prefix", _whole, 0, None),
-        priority=read("priority", _whole, -MAX_TOKENS, 0),
+        shared_prefix=read("shared_prefix", _whole, 0, None, MAX_TOKENS),
+        priority=read("priority", _whole, -MAX_NUMBER, 0),
         ttft_target=read("ttft_target", _seconds, 0, None),
         tpot_target=read("tpot_target", _seconds, 0, None),
     )
