@@ -27,9 +27,7 @@ from typing import Any, cast
 import torch
 
 from yocolm.config import ModelConfig
-from yocolm.engine.calibrate import calibrated
 from yocolm.engine.engine import Engine
-from yocolm.engine.meter import Pools
 from yocolm.engine.request import Request
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.settings import EngineSettings
@@ -116,17 +114,8 @@ class Bench:
 
     def calibrate(self) -> float:
         """Seconds that it took."""
-        engine, scheduler = self.engine, self.engine.scheduler
-        pages, slots = scheduler.page_pool, scheduler.slot_pool
-        pools = Pools(
-            pages.size,
-            slots.size,
-            pages.page_size,
-            scheduler.max_num_batched_tokens,
-            engine.max_model_len,
-        )
         begin = time.perf_counter()
-        engine.cost.adopt(calibrated(engine.runner, engine.spec, pools, refresh=True))
+        self.engine.calibrate(refresh=True)
         return time.perf_counter() - begin
 
     def lengths(self, source: random.Random) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import pytest
 
 from tiny import ONE_OF_EACH, finish, make_engine
 from yocolm import SamplingParams
-from yocolm.engine import calibrate
+from yocolm.engine import calibrate, cost
 from yocolm.engine.calibrate import calibrated, calibration_path, remember
 from yocolm.engine.cost import CostModel, StepLoad
 from yocolm.engine.engine import Engine
@@ -158,3 +158,25 @@ def test_all_families_are_measured_without_state_of_their_own() -> None:
         recurrent = sum(store.bytes_per_slot(4) for store in engine.spec.recurrent_stores)
         assert one.state == 2 * recurrent
         assert one.near_read + one.near_write > 0 and one._jobs()
+
+
+def test_what_was_learned_is_remembered_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YOCOLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost, "MANY_STEPS", 3)
+    engine = engine_of()
+    engine.calibrate()
+    measured = engine.cost.hardware
+    engine.close()
+    path = calibration_path(engine.runner, engine.spec)
+    assert path is not None and calibrate.read_calibration(path) == measured, "nothing learned"
+    engine.watch.learns = True
+    answers(engine)
+    engine.close()
+    kept = calibrate.read_calibration(path)
+    assert kept is not None and kept != measured
+    assert kept == engine.cost.refined() and kept.holds_for(engine.spec, 4)
+    again = engine_of()
+    again.calibrate()
+    assert again.cost.hardware == kept

@@ -13,10 +13,8 @@ from yocolm.bench.recording import RequestTimes, quantile
 from yocolm.bench.report import table
 from yocolm.bench.serving import Replay
 from yocolm.bench.simulated import Setup, Solo, set_up, simulate
-from yocolm.engine.calibrate import calibrated
 from yocolm.engine.engine import Engine
 from yocolm.engine.hardware import Hardware
-from yocolm.engine.meter import Pools
 from yocolm.engine.settings import PolicyName
 from yocolm.engine.trace import Trace, TraceRequest
 from yocolm.models.base import CausalLM
@@ -41,11 +39,7 @@ class OnEngine:
     def calibrate(self, setup: Setup) -> Hardware:
         """Measure the machine, and refine that by a short run."""
         engine = self._engine(setup)
-        scheduler = engine.scheduler
-        pages, slots = scheduler.page_pool, scheduler.slot_pool
-        most = scheduler.max_num_batched_tokens
-        pools = Pools(pages.size, slots.size, pages.page_size, most, engine.max_model_len)
-        engine.cost.adopt(calibrated(engine.runner, engine.spec, pools, refresh=True))
+        engine.calibrate(refresh=True)
         Replay(engine, WARM_UP).run()
         self.hardware = engine.cost.refined()
         engine.close()

@@ -27,6 +27,7 @@ SWAP_START = 1e-3  # seconds until a swap has begun
 # Online refinement: how far a step moves what is known, and how far that may go.
 FAST, SLOW = 0.3, 0.05
 SETTLE, LEAK = 16, 0.15  # every so many steps, so much of what is so now becomes what is known
+MANY_STEPS = 1000  # after which what was learned is worth keeping
 HISTORY = 3  # the median of so many steps: one that was interrupted changes nothing
 STRANGE = 0.7  # log ratio beyond which a single step says no more
 STRONGEST = math.log(4.0)
@@ -417,6 +418,12 @@ class CostModel:
             read_table=self._read.curve,
             logits_table=self._logits.curve,
         )
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether what was measured with this model has since been refined by many steps."""
+        measured = self.hardware.holds_for(self.spec, self.dtype_bytes)
+        return measured and self._observed >= MANY_STEPS
 
     def copy(self) -> CostModel:
         """One that knows the same, and learns apart."""

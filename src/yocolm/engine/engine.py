@@ -16,7 +16,7 @@ import torch
 from yocolm.config import ModelConfig
 from yocolm.engine.answers import Answer
 from yocolm.engine.assembly import assemble
-from yocolm.engine.calibrate import calibrated
+from yocolm.engine.calibrate import calibrated, calibration_path, remember
 from yocolm.engine.cost import CostModel
 from yocolm.engine.drawing import EntryOutput
 from yocolm.engine.guided import GuideFactory
@@ -201,8 +201,11 @@ class Engine:
         self.cost.adopt(calibrated(self.runner, self.spec, pools, refresh=refresh))
 
     def close(self) -> None:
-        """Give back what is outside of the process's memory: the swap space."""
+        """Give back the swap space, and remember what was learned of a machine since it was
+        measured."""
         self.swapper.close()
+        if self.cost.has_learned:
+            remember(self.cost.refined(), calibration_path(self.runner, self.spec))
 
     def has_unfinished_requests(self) -> bool:
         """Whether to step: also where an interrupted step has still to deliver, or moves of what
