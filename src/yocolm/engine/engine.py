@@ -82,6 +82,7 @@ class Engine:
         self.guides = GuideFactory(tokenizer, config.vocab_size, self.eos_token_ids)
         self._answers: dict[str, Answer] = {}
         self._interrupted = False
+        self._owed: list[RequestOutput] = []  # by a step that was interrupted at its end
 
     # Requests
 
@@ -211,7 +212,7 @@ class Engine:
         """Whether to step: also where an interrupted step has still to deliver, or moves of what
         was aborted have still to end."""
         scheduler, owed = self.scheduler, self._interrupted and bool(self._answers)
-        return scheduler.has_unfinished or scheduler.awaits_moves or owed
+        return scheduler.has_unfinished or scheduler.awaits_moves or owed or bool(self._owed)
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence once. Returns the requests that have something new
@@ -231,10 +232,11 @@ class Engine:
             touched = dict.fromkeys(seq.request.request_id for seq in changed)
             if self._interrupted:  # what ended in the step that was cut short
                 touched.update((i, None) for i, a in self._answers.items() if a.request.finished)
-            self._interrupted = held.noted
-            if held.noted:  # and will raise: the next step delivers
+                self._interrupted = False
+            self._owed += self._deliver(touched)
+            if held.noted:  # it will raise: the next step delivers
                 return []
-            outputs = list(self._deliver(touched))
+            outputs, self._owed = self._owed, []
         return outputs
 
     def _advance(self, held: Held) -> list[Sequence]:

@@ -183,7 +183,7 @@ class Pace:
         """How many steps can be taken at once before that changes."""
         if seconds >= self.until:
             return 1 << 31
-        return max(1, int((self.until - seconds) / each))
+        return max(1, int(min((self.until - seconds) / each, 1 << 31)))
 
 
 class Forecaster:

@@ -124,7 +124,7 @@ class Hardware:
             raise ConfigError(f"{where} {what}; the fields are {', '.join(known)}")
         try:
             return cls(**data)
-        except ConfigError as error:
+        except (ConfigError, OverflowError) as error:  # of integers beyond all floats
             raise ConfigError(f"{where}: {error}") from None
 
     @classmethod

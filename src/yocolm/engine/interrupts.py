@@ -27,8 +27,8 @@ class Held:
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                Held._active = True
                 signal.signal(signal.SIGINT, self._note)
+                Held._active = True
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -43,8 +43,8 @@ class Held:
         if self._handler is None:
             return
         handler, self._handler = self._handler, None
-        signal.signal(signal.SIGINT, handler)
         Held._active = False
+        signal.signal(signal.SIGINT, handler)
         if self.noted and error is None:
             handler(signal.SIGINT, self._frame)
 

@@ -25,7 +25,7 @@ TPOT_FACTOR = 2.0
 MAX_SKIP = 16  # steps in a row that a decode, or all prompts, may be left out
 LEAST_CHUNK = 32  # tokens; fewer are not worth a place in a step, unless they end the prompt
 DEAR = 0.25  # a decode is dear if it alone lengthens a step by more than this share
-LATE_TURN = 8  # of so many steps with prompts, one has the first of those that are late go first
+LATE_TURN = 8  # after so many chunks of others the first of those that are late goes first
 PACE = 0.93  # of the target for the time between tokens is aimed at: predictions are not exact
 QUICK = 0.25  # of the shortest recent target for a first token, a chunk that has time may take
 RECENT = 32  # requests
@@ -142,6 +142,7 @@ class Traffic:
         self._guest: Sequence | None = None  # runs though there is no pace for it
         self._output = float(USUAL_OUTPUT)  # mean tokens of the last answers
         self._hope = _NEVER  # seconds that urgent prompts may take
+        self._decode_seconds = 0.0  # that the decodes of the step take
 
     def added(self, request: Request) -> None:
         if request.ttft_target is None:
@@ -152,7 +153,9 @@ class Traffic:
             request.tpot_target = self.tpot_target
         if request.tpot_target is None:
             request.tpot_target = TPOT_FACTOR * self.cost.solo_tpot(request.num_prompt)
-        self._recent.append(request.ttft_target)
+        # Whoever asks for what cannot be must not have everybody's chunks cut to pieces.
+        least = self.cost.solo_ttft(request.num_prompt)
+        self._recent.append(max(request.ttft_target, least))
 
     def ended(self, seq: Sequence) -> None:
         if seq.finish_reason in ("stop", "length") and seq.num_output:
@@ -186,7 +189,10 @@ class Traffic:
         for seq, c, is_dear in zip(decoding, extra, dear, strict=True):
             if not is_dear:
                 seconds += c
-                room = min(room, max(0.0, slack_of(seq, now)))
+                slack = slack_of(seq, now)
+                saved = self._left_to_draw(seq, scheduler) * max(0.0, _pace(seq) - base)
+                if slack + saved > 0:  # or it is late whatever is done
+                    room = min(room, max(0.0, slack))
         prompts = len(decoding) < len(scheduler.running) or bool(scheduler.waiting)
         left_out: set[Sequence] = set()
         order = sorted((slack_of(seq, now), i) for i, seq in enumerate(decoding) if dear[i])
@@ -228,12 +234,16 @@ class Traffic:
             return
         self._find_time(scheduler, {entry.seq for entry in decodes}, now)
         self._steps_without += 1
-        for seq in self._in_order(seqs, now):
-            if seq.status is not Status.WAITING or self._keeps_pace(seq):
+        for seq in self._in_order(seqs, scheduler):
+            if seq.status is not Status.WAITING:
                 yield seq
-            elif seq in self._late and self._may_be_guest(scheduler):
+            elif self._keeps_pace(seq):
                 yield seq
                 if seq.status is Status.RUNNING:
+                    self._count_in(seq)
+            elif seq in self._late and self._may_be_guest(scheduler):
+                yield seq
+                if seq.status is Status.RUNNING or seq.ticket is not None:
                     self._guest = seq
 
     def _find_time(self, scheduler: Scheduler, picked: set[Sequence], now: float) -> None:
@@ -242,6 +252,7 @@ class Traffic:
         be in time."""
         self._slack = self._hope = self._pace = _NEVER
         seconds, asked, count = self.cost.seconds(self._load), 0.0, 0
+        self._decode_seconds = seconds if self._load.tokens else 0.0
         for seq in scheduler.running:
             if not seq.decoding:
                 continue
@@ -258,14 +269,27 @@ class Traffic:
             asked += own / pace
             count += 1
         self._asked = asked, self._pace, self._base(count + 1)
+        for seq in scheduler.running:
+            if not seq.decoding and self._decodes_soon(seq):
+                self._count_in(seq)
+
+    def _decodes_soon(self, seq: Sequence) -> bool:
+        return self.cost.prefill_seconds(seq.num_computed, seq.num_tokens) < min(self._recent)
+
+    def _count_in(self, seq: Sequence) -> None:
+        """Count ``seq`` among those who ask for time, see ``_keeps_pace``."""
+        asked, pace, base = self._asked
+        asked += self.cost.decode_seconds(seq.num_tokens) / _pace(seq)
+        self._asked = asked, min(pace, _pace(seq)), base
 
     def _left_to_draw(self, seq: Sequence, scheduler: Scheduler) -> float:
         """Tokens that a decode is expected to draw yet."""
         most = seq.request.max_length(scheduler.max_model_len) - seq.num_tokens
         return min(most, max(self._output - seq.num_output, self._output / 4))
 
-    def _in_order(self, seqs: list[Sequence], now: float) -> list[Sequence]:
+    def _in_order(self, seqs: list[Sequence], scheduler: Scheduler) -> list[Sequence]:
         """Those that can be in time by when they are due, and the others where there is time."""
+        now = self._now
         share = 1.0  # of the time is left by decodes
         if self._pace < _NEVER:
             share = max(0.1, 1 - self.cost.seconds(self._load) / self._pace)
@@ -288,6 +312,7 @@ class Traffic:
             return (now - by_due[i].request.due) / max(work[i], 1e-9)
 
         behind = sorted(late, key=urgency, reverse=True)
+        behind = [i for i in behind if self._may_go(by_due[i], scheduler)]
         before: list[int] = []
         if behind and self._since_late >= LATE_TURN:
             before.append(behind.pop(0))
@@ -312,7 +337,13 @@ class Traffic:
 
     def _may_be_guest(self, scheduler: Scheduler) -> bool:
         """Nobody waits for ever: one at a time runs whatever that does to others."""
-        return self._guest is None or self._guest not in scheduler.running
+        guest = self._guest
+        return guest is None or (guest.ticket is None and guest not in scheduler.running)
+
+    def _may_go(self, seq: Sequence, scheduler: Scheduler) -> bool:
+        """Whether one that is late can use its turn."""
+        waits = seq.status is Status.WAITING
+        return not waits or self._keeps_pace(seq) or self._may_be_guest(scheduler)
 
     def tokens(self, seq: Sequence) -> int:
         most = min(self._left, seq.num_tokens - seq.num_computed)
@@ -321,6 +352,11 @@ class Traffic:
         allowed = self._allowed(seq)
         if self._seconds_with(seq, most) <= allowed:
             return most
+        alone = self._slack == _NEVER and not self._load.tokens
+        forced = self._steps_without > MAX_SKIP or alone
+        least = min(LEAST_CHUNK, most)
+        if self._seconds_with(seq, least) > allowed:
+            return least if forced else 0
         low, high = 0, most
         while high - low > max(8, low // 8):
             middle = (low + high) // 2
@@ -328,16 +364,14 @@ class Traffic:
                 low = middle
             else:
                 high = middle
-        least = min(LEAST_CHUNK, most)
-        if low >= least:
-            return low
-        return least if self._steps_without > MAX_SKIP or self._slack == _NEVER else 0
+        return max(low, least)
 
     def _allowed(self, seq: Sequence) -> float:
         """Seconds that a step with a chunk of ``seq`` may take."""
         if self._is_urgent(seq):
             return self._hope
-        return min(self._slack, self._pace, QUICK * min(self._recent))
+        quick = max(QUICK * min(self._recent), 2 * self._decode_seconds)
+        return min(self._slack, self._pace, quick)
 
     def _is_urgent(self, seq: Sequence) -> bool:
         """Whether its time has come, and is not over."""

@@ -236,7 +236,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(decodes)
         for seq in self.policy.prompts(self, decodes, budget, now):
             if self.policy.tokens(seq) <= 0:
-                break
+                if self.policy.keeps_turns:
+                    break
+                continue
             if seq.status is Status.WAITING and not self._admit(seq, now):
                 if self.policy.keeps_turns:
                     break

@@ -224,7 +224,8 @@ def parse_bytes(
     """
     if amount is None or (isinstance(amount, int) and not isinstance(amount, bool)):
         if amount is not None and amount <= 0 and not (zero and amount == 0):
-            raise ConfigError(f"{name}={amount} must be above 0 bytes")
+            least = "at least" if zero else "above"
+            raise ConfigError(f"{name}={amount} must be {least} 0 bytes")
         if amount is not None and amount > MAX_BYTES:
             raise ConfigError(f"{name} must be at most {MAX_BYTES} bytes")
         return amount

@@ -34,7 +34,12 @@ class Swapper:
         self._on_cpu = torch.device(state.device).type == "cpu"
         asked = settings.swap_space is not None or not self._on_cpu
         if asked and space.num_blocks + space.num_places:
-            self._store = self._make()
+            try:
+                self._store = self._make()
+            except ConfigError as error:
+                if settings.swap_space is not None:
+                    raise
+                log.warning("no memory is pinned for preempted requests: %s", error)
 
     def _make(self) -> SwapStore:
         kind = "file" if self._on_cpu else "memory"
@@ -57,8 +62,7 @@ class Swapper:
         ended, self._refused = self._refused, []
         if self._store is not None:
             ended += self._store.poll()
-        if len(self._started) > len(ended) or ended:
-            self._started.difference_update([ticket for ticket, _ in ended])
+        self._started.difference_update([ticket for ticket, _ in ended])
         known = self._started | {ticket for ticket, _ in ended}
         return ended + [(ticket, LOST) for ticket in running if ticket not in known]
 
