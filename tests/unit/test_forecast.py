@@ -343,3 +343,29 @@ def test_a_thousand_waiting_are_looked_at_in_milliseconds() -> None:
     request = world.add(300, 50)
     ttft(world.queue, world.cost, request, world.now)
     assert 0 < calls < 1500
+
+
+def test_a_prompt_that_has_begun_is_asked_about_again() -> None:
+    """What it has computed already is not to come."""
+    world = World(cost_model(), budget=512)
+    request = world.add(3000, 1)
+    world.step()
+    world.step()
+    assert request.sequences[0].num_computed == 1024
+    guess = ttft(world.queue, world.cost, request, request.arrival)
+    rest = world.until_first(request) - 2 * (world.now - request.arrival) / 6
+    assert guess == pytest.approx(rest, rel=0.1)
+
+
+def test_decodes_that_are_late_are_not_waited_for() -> None:
+    world = cached_world("traffic")
+    seqs = [world.add(64, 400).sequences[0] for _ in range(2)]
+    while not all(seq.decoding for seq in seqs):
+        world.step()
+    seqs[0].first_token_at, seqs[1].first_token_at = world.now - 1e3, world.now + 5.0
+    request = world.add(100, 1)
+    pace = Forecaster(world.queue, world.cost)._pace(request, world.now)
+    assert 5.0 < pace.slack < 10.0
+    work = world.cost.prefill_seconds(0, 100)
+    due = request.due + (request.ttft_target or 0.0)
+    assert pace.until == pytest.approx(due - world.now - (request.ttft_target or 0.0) - 2 * work)
