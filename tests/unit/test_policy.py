@@ -190,6 +190,17 @@ def test_chunks_of_several_prompts_share_the_time() -> None:
     assert LEAST_CHUNK <= tokens_of(plan, prompts[2]) < 300
 
 
+@pytest.mark.parametrize(("prompt", "room", "tokens"), [(500, 20, 0), (15, 20, 15), (500, 45, 45)])
+def test_a_few_tokens_are_worth_a_place_only_if_they_end_the_prompt(
+    prompt: int, room: int, tokens: int
+) -> None:
+    world = World()
+    seq = world.decoding(64, tpot=1.0)
+    calm = world.add(prompt, ttft=60.0)
+    world.on_time([seq], BASE + TOKEN + SCAN * seq.num_tokens + TOKEN * (room + 0.5))
+    assert tokens - 8 <= tokens_of(world.step(), calm) <= tokens
+
+
 def test_prompts_are_left_out_a_bounded_number_of_times() -> None:
     world = World()
     seqs = [world.decoding(64, tpot=0.0112) for _ in range(3)]  # no time for anything else
@@ -373,17 +384,14 @@ def test_of_the_late_who_waited_long_for_little_goes_first() -> None:
 # Who begins
 
 
-def crowd(count: int, ttft: float, context: int = 20_000, late: int = 0) -> list[Sequence]:
-    """A prompt that asks to begin beside so many decodes at a long context; or several, which are
-    late, and ask until they have been left out for long enough."""
+def crowd(count: int, ttft: float, context: int = 20_000) -> Sequence:
+    """A prompt that has asked to begin beside so many decodes, all at a long context."""
     world = World(ttft=100.0)
     others = [world.decoding(context, tpot=0.08) for _ in range(count)]
-    seqs = [world.add(context, ttft=ttft, tpot=0.08) for _ in range(max(late, 1))]
-    world.now += 1000.0 * late
-    for _ in range(1 + 2 * late * (MAX_SKIP + 1)):
-        world.on_time(others, 0.5)
-        world.step()
-    return seqs
+    seq = world.add(context, ttft=ttft, tpot=0.08)
+    world.on_time(others, 0.5)
+    world.step()
+    return seq
 
 
 def asked(count: int, context: int = 20_000) -> float:
@@ -394,24 +402,32 @@ def asked(count: int, context: int = 20_000) -> float:
 def test_a_prompt_waits_until_all_can_keep_their_pace() -> None:
     assert asked(3) < 1 < asked(4)
     for count, status in ((2, Status.RUNNING), (3, Status.WAITING)):
-        (calm,) = crowd(count, ttft=600.0)
+        calm = crowd(count, ttft=600.0)
         assert calm.status is status, count
     assert asked(4, 17_000) > 1 > asked(4, 17_000) - BASE / (PACE * 0.08)
-    (calm,) = crowd(3, ttft=600.0, context=17_000)
+    calm = crowd(3, ttft=600.0, context=17_000)
     assert calm.status is Status.WAITING, "with the weights it is more than a second"
 
 
 def test_who_cannot_wait_may_crowd_the_others_a_little() -> None:
     assert asked(4) < CROWDED < asked(5)
     for count, status in ((3, Status.RUNNING), (4, Status.WAITING)):
-        (urgent,) = crowd(count, ttft=25.0)  # of 2 s of work
+        urgent = crowd(count, ttft=25.0)  # of 2 s of work
         assert urgent.status is status, count
 
 
-@pytest.mark.parametrize("count", [3, 5])
-def test_of_the_late_one_at_a_time_runs_whatever_it_costs_others(count: int) -> None:
-    late = crowd(count, ttft=25.0, late=3)
-    assert sorted(seq.status is Status.RUNNING for seq in late) == [False, False, True]
+@pytest.mark.parametrize("tpot", [0.01, 0.001])
+def test_of_the_late_one_at_a_time_runs_whatever_it_costs_others(tpot: float) -> None:
+    """There is time for the prompts of all of them, but not for their pace."""
+    world = World()
+    decode = world.decoding(64, tpot=1.0)
+    late = [world.add(100, output=5, tpot=tpot) for _ in range(3)]
+    world.now += 100.0
+    for _ in range(3 * 5):
+        world.on_time([decode, *(seq for seq in late if seq.decoding)], 0.5)
+        world.step()
+        assert sum(seq.status is Status.RUNNING for seq in late) <= 1
+    assert all(seq.finished for seq in late)
 
 
 def test_whoever_asks_for_what_cannot_be_is_served_in_the_end() -> None:
