@@ -95,3 +95,23 @@ def test_a_dear_decode_does_not_wait_for_those_that_are_late_whatever_it_does() 
         world.on_time([hopeless], -1.0)
         world.on_time([dear], 0.0)
         assert tokens_of(world.step(), dear) == 1
+
+
+def test_a_dear_decode_waits_for_those_that_can_catch_up() -> None:
+    world = World()
+    dear = world.decoding(60_000, tpot=10.0)
+    behind = world.decoding(64, tpot=0.05)
+    world.on_time([dear], 0.0)
+    world.on_time([behind], -0.05)
+    assert tokens_of(world.step(), dear) == 0
+
+
+def test_a_prompt_that_is_nearly_done_counts_like_a_decode() -> None:
+    world = World(budget=512)
+    world.add(1, output=1)
+    world.step()
+    half = world.add(1000, ttft=60.0, tpot=0.0125)  # two of them ask for more than a second has
+    assert tokens_of(world.step(), half) == 512
+    other = world.add(1000, ttft=60.0, tpot=0.0125)
+    assert tokens_of(world.step(), half) == 488
+    assert other.status is Status.WAITING
