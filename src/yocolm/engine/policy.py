@@ -114,10 +114,11 @@ class Traffic:
     at (most of) that pace from the first one on, so time that a fast step saves can be spent later.
 
     - Decodes that lengthen a step by much (a long context among short ones) are left out while
-      their next token is not due and others would be late by it.
+      others would be late by it, or prompts wait and their next token is not due.
     - Prompts advance by as many tokens as fit before the next token of a decode is due. What time
-      decodes have saved is for prompts that are urgent; the others keep to their pace, and to
-      chunks so short that whoever comes meanwhile is not late by one.
+      decodes have saved, and some of what they are expected to save, is for prompts that are
+      urgent; the others keep to their pace, and to chunks so short that whoever comes meanwhile is
+      not late by one.
     - Their order is by the time at which they are due. Those that would make others late (the
       longest first: Moore and Hodgson's rule, which has the fewest late) go behind, if there is
       no time to spare for them, but have a turn now and then: nobody starves.
@@ -142,7 +143,7 @@ class Traffic:
         self._guest: Sequence | None = None  # runs though there is no pace for it
         self._output = float(USUAL_OUTPUT)  # mean tokens of the last answers
         self._hope = _NEVER  # seconds that urgent prompts may take
-        self._decode_seconds = 0.0  # that the decodes of the step take
+        self._decode_seconds = self._spent = 0.0  # of the step's decodes; of all in it so far
 
     def added(self, request: Request) -> None:
         if request.ttft_target is None:
@@ -235,6 +236,8 @@ class Traffic:
         self._find_time(scheduler, {entry.seq for entry in decodes}, now)
         self._steps_without += 1
         for seq in self._in_order(seqs, scheduler):
+            if self._spent >= self._hope and not self._is_forced() and not seq.is_swapped:
+                continue  # there is no time for anybody, but for who is only read back
             if seq.status is not Status.WAITING:
                 yield seq
             elif self._keeps_pace(seq):
@@ -252,6 +255,7 @@ class Traffic:
         be in time."""
         self._slack = self._hope = self._pace = _NEVER
         seconds, asked, count = self.cost.seconds(self._load), 0.0, 0
+        self._spent = seconds
         self._decode_seconds = seconds if self._load.tokens else 0.0
         for seq in scheduler.running:
             if not seq.decoding:
@@ -349,14 +353,13 @@ class Traffic:
         most = min(self._left, seq.num_tokens - seq.num_computed)
         if most <= 0 or seq.is_swapped:  # that is only read back
             return min(most, 1)
-        allowed = self._allowed(seq)
+        allowed, least = self._allowed(seq), min(LEAST_CHUNK, most)
+        if self._spent >= allowed and not self._is_forced():
+            return 0
         if self._seconds_with(seq, most) <= allowed:
             return most
-        alone = self._slack == _NEVER and not self._load.tokens
-        forced = self._steps_without > MAX_SKIP or alone
-        least = min(LEAST_CHUNK, most)
         if self._seconds_with(seq, least) > allowed:
-            return least if forced else 0
+            return least if self._is_forced() else 0
         low, high = 0, most
         while high - low > max(8, low // 8):
             middle = (low + high) // 2
@@ -365,6 +368,11 @@ class Traffic:
             else:
                 high = middle
         return max(low, least)
+
+    def _is_forced(self) -> bool:
+        """Whether some prompt goes on now, whatever time there is."""
+        alone = self._slack == _NEVER and not self._load.tokens
+        return self._steps_without > MAX_SKIP or alone
 
     def _allowed(self, seq: Sequence) -> float:
         """Seconds that a step with a chunk of ``seq`` may take."""
@@ -391,6 +399,7 @@ class Traffic:
         self._steps_without = 0
         self._since_late = 0 if entry.seq in self._late else self._since_late + 1
         self.cost.add(self._load, entry.start, entry.num_tokens, len(entry.rows), entry.samples_n)
+        self._spent = self.cost.seconds(self._load)
 
 
 def _latest(by_due: list[Sequence], work: list[float], now: float) -> set[int]:
