@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -16,6 +17,9 @@ from yocolm.engine.steps import Observer, StepRecord
 
 log = logging.getLogger("yocolm.engine")
 LEARN_EVERY = 4  # decode steps: they are many, and alike
+# What first tokens have come later than was predicted, as a logarithm, is predicted of the next
+# ones: how fast it follows, what a single request may say, and how far it may go.
+FOLLOW, STRANGE, FARTHEST = 0.1, 0.3, 0.5
 
 
 class Watch:
@@ -30,6 +34,7 @@ class Watch:
         self.observer: Observer | None = None
         self.learns = False
         self._forecaster = Forecaster(scheduler, cost)
+        self._lateness = 0.0
         self._load: StepLoad | None = None
         self._at, self._decodes = 0.0, 0
         self._before = (0.0, 0.0, 0.0, 0.0)
@@ -53,6 +58,7 @@ class Watch:
             for seq in changed:
                 if seq.finished:
                     self._forecaster.ended(seq)
+                    self._compare(seq)
         seconds = time.monotonic() - self._at
         before, after = self._before, self._stats.phases
         write, commit, read, sample = (b - a for a, b in zip(before, after, strict=True))
@@ -84,13 +90,22 @@ class Watch:
             waiting=len(scheduler.waiting),
         )
 
+    def _compare(self, seq: Sequence) -> None:
+        """Learn from the first token of a request that has ended."""
+        request = seq.request
+        if seq.index or not request.predicted_ttft or request.first_token is None:
+            return
+        error = math.log(max(request.first_token - request.arrival, 1e-6) / request.predicted_ttft)
+        error = min(max(error, -STRANGE), STRANGE)
+        self._lateness = min(max(self._lateness + FOLLOW * error, -FARTHEST), FARTHEST)
+
     def predict_ttft(self, request: Request, now: float) -> float | None:
         """Seconds from the arrival of a request, just added, to its first token; None unless the
         watch learns."""
         if not self.learns:
             return None
         try:
-            return self._forecaster.arrived(request, now)
+            return self._forecaster.arrived(request, now) * math.exp(self._lateness)
         except Exception:  # it is queued: nobody must lose an answer for want of a prediction
             log.exception("no prediction for request %s", request.request_id)
             return None
