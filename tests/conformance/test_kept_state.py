@@ -348,7 +348,7 @@ def test_by_traffic(name: str, dtype: str) -> None:
         assert_dense(output, name, dtype)
 
 
-# Found by others
+# What was wrong once
 
 
 def test_what_is_found_again_after_a_preemption_is_no_cached_prompt() -> None:

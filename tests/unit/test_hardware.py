@@ -128,3 +128,13 @@ def test_generic_figures_say_so() -> None:
     cpu, gpu = Hardware.generic(), Hardware.generic("cuda:0")
     assert (cpu.device, gpu.device) == ("cpu", "cuda")
     assert cpu.source == gpu.source == "generic" and "not calibrated" in cpu.note
+
+
+@pytest.mark.parametrize("name", ["weight_bandwidth", "step_seconds", "memory_bytes"])
+def test_integers_beyond_all_floats_are_refused(name: str, tmp_path: Path) -> None:
+    data = json.loads(Hardware.load("epyc-2core").to_json())
+    data[name] = 10**400
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError):
+        Hardware.load(path)

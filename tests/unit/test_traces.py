@@ -207,3 +207,12 @@ def test_agent_cases_are_read_as_turns(tmp_path: Path) -> None:
     path.write_text('{"other": 1}')
     with pytest.raises(ConfigError, match="multi_turn_cases"):
         read_agent_cases(path)
+
+
+def test_lengths_that_are_too_large_are_refused_before_a_prompt_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="scale lengths by less"):
+        scaled([TraceRequest(0.0, 100, 10)], 1e30)
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,prompt_tokens,output_tokens\n0,2147483648,10\n")
+    with pytest.raises(ConfigError, match="prompt_tokens=2147483648 must be from 1 to"):
+        read_trace(path)
