@@ -16,7 +16,7 @@ def learning_rate_factor(step: int, s: OptimSettings) -> float:
     """Factor on the peak learning rate at ``step`` (0-based): linear warmup, then the schedule."""
     if step < s.warmup_steps:
         return (step + 1) / s.warmup_steps
-    progress = (step - s.warmup_steps) / max(1, s.steps - s.warmup_steps)
+    progress = (step - s.warmup_steps) / max(1, s.last_step - s.warmup_steps)
     if s.schedule == "constant":
         return 1.0
     if s.schedule == "wsd":  # warmup, stable, decay (arXiv 2404.06395)

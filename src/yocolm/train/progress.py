@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(self, s: TrainSettings, out: TextIO) -> None:
         self.out = out
-        self.steps = s.train.steps
+        self.steps = s.train.last_step
         self.tokens_per_step = s.train.batch_size * s.train.accumulate * s.data.sequence_length
         self.folder = Path(s.output_dir) / "tensorboard"
         self._open_writer = _summary_writer() if s.train.tensorboard else None

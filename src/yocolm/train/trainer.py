@@ -94,7 +94,7 @@ class Trainer:
         self.progress.start(self.step)
         try:
             with StopRequest(self.progress.say) as stop:
-                while self.step < self.s.train.steps and not stop.requested:
+                while self.step < self.s.train.last_step and not stop.requested:
                     self._advance(stop)
             if stop.requested:
                 self.progress.say(f"stopped at step {self.step}; run the same again to go on")
@@ -111,7 +111,7 @@ class Trainer:
         began = time.monotonic()
         figures = self.train_step()
         self.progress.add(figures.loss, time.monotonic() - began)
-        last = self.step == o.steps
+        last = self.step == o.last_step
         if self.step % o.log_every == 0 or last:
             self.progress.line(self.step, figures.lr, figures.norm)
         if self.step % o.validate_every == 0 and not last and not stop.requested:
@@ -231,7 +231,7 @@ class Trainer:
         if state is None:
             return
         check_fingerprint(state["fingerprint"], self._fingerprint(), self.folder)
-        if state["step"] > self.s.train.steps:
+        if state["step"] > self.s.train.last_step:
             raise ConfigError(
                 f"train.steps is {self.s.train.steps}, but {self.folder} holds a checkpoint of "
                 f"step {state['step']}: set train.steps to {state['step']} or more, or give "
