@@ -21,7 +21,7 @@ def check_settings(s: TrainSettings) -> None:
         for name, value, bounds, holds in part(s):
             if not holds:
                 raise ConfigError(f"{name} is {value}; it must be {bounds}")
-    for check in (_check_data, _check_length, _check_stages):
+    for check in (_check_data, _check_length, _check_weights):
         check(s)
 
 
@@ -73,6 +73,8 @@ def _data_ranges(s: TrainSettings) -> Iterator[_Check]:
     yield _above_0("data.sequence_length", s.data.sequence_length)
     for name, source in s.data.sources.items():
         yield _above_0(f"data.sources.{name}.weight", source.weight)
+    for name, weight in (s.data.weights or {}).items():
+        yield _at_least_0(f"data.weights.{name}", weight)
     split = s.data.validation_split
     yield "data.validation_split", split, "at least 0 and below 1", 0 <= split < 1
     size = s.tokenizer.vocab_size  # 256 bytes and the separator come first
@@ -93,6 +95,7 @@ def _stage_ranges(s: TrainSettings) -> Iterator[_Check]:
 
 def _other_ranges(s: TrainSettings) -> Iterator[_Check]:
     yield _at_least_0("seed", s.seed)
+    yield _above_0("rope_theta", s.rope_theta)
     yield _above_0("parallel.shard_size", s.parallel.shard_size)
     if s.distill is not None:
         d = s.distill
@@ -140,15 +143,13 @@ def _check_length(s: TrainSettings) -> None:
         )
 
 
-def _check_stages(s: TrainSettings) -> None:
-    for i, stage in enumerate(s.stages):
-        weights = stage.weights
-        if weights is None:
-            continue
-        for name in weights:
+def _check_weights(s: TrainSettings) -> None:
+    given = {"data.weights": s.data.weights}
+    given |= {f"stages.{i}.weights": stage.weights for i, stage in enumerate(s.stages)}
+    for where, weights in given.items():
+        for name in weights or {}:
             if s.data.folder is None and name not in s.data.sources:
-                raise ConfigError(
-                    f"stages.{i}.weights names {name!r}, which is not in data.sources"
-                )
-        if not any(weights.values()):
-            raise ConfigError(f"stages.{i}.weights are all 0; give one above 0")
+                raise ConfigError(f"{where} names {name!r}, which is not in data.sources")
+        merged = {**dict.fromkeys(s.data.sources, 1.0), **(s.data.weights or {}), **(weights or {})}
+        if merged and not any(merged.values()):
+            raise ConfigError(f"{where} is 0 for every source; give one a weight above 0")

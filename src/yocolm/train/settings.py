@@ -41,6 +41,7 @@ class DataSettings:
 
     sources: dict[str, SourceSettings] = field(default_factory=dict)
     folder: str | None = None
+    weights: dict[str, float] | None = None  # by name, in place of those above
     validation: list[str] = field(default_factory=list)
     validation_split: float = 0.0  # share of the documents that is held out
     document_boundaries: bool = False  # True: nothing passes from one document to the next
@@ -135,6 +136,7 @@ class TrainSettings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     stages: list[StageSettings] = field(default_factory=list)
     distill: DistillSettings | None = None
+    rope_theta: float | None = None  # base of the rotary embedding; None: the model's
     seed: int = 0
     export_dtype: str = "bfloat16"
 
