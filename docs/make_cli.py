@@ -49,7 +49,7 @@ def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _usage(path: str, parser: argparse.ArgumentParser) -> str:
-    names = {None: "{}", "?": "[{}]", "*": "[{} ...]"}
+    names = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} ..."}
     positional = [
         names[action.nargs if isinstance(action.nargs, str) else None].format(_name(action))
         for action in _arguments(parser)

@@ -26,6 +26,7 @@ from yocolm.cli_arguments import (
     whole,
 )
 from yocolm.cli_bench_arguments import add_bench
+from yocolm.cli_eval_arguments import add_eval
 from yocolm.cli_simulate_arguments import add_simulate
 from yocolm.errors import YocolmError
 from yocolm.server import settings
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_train(commands)
-    _add_eval(commands)
+    add_eval(commands)
     _add_convert(commands)
     _add_info(commands)
     add_bench(commands)
@@ -240,31 +241,6 @@ def _add_train(commands: _Commands) -> None:
         metavar="KEY=VALUE",
         help="change a setting, such as train.steps=100",
     )
-
-
-def _add_eval(commands: _Commands) -> None:
-    parser = commands.add_parser("eval", help="evaluate a model", description="Evaluate a model.")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    text = kinds.add_parser(
-        "perplexity",
-        help="bits per byte of a text, also by position",
-        description="Bits per byte of a UTF-8 text, in sliding windows. The total counts each "
-        "token once. The rows by position cover all windows, so that a token counts in each that "
-        "holds it (at most two, with the default stride). Where the tokenizer adds BOS, every "
-        "window begins with it.",
-    )
-    add_model(text)
-    text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")
-    text.add_argument(
-        "--context", type=size, metavar="N", help="window (default: the model's, at most 2048)"
-    )
-    text.add_argument(
-        "--stride", type=size, metavar="N", help="advance of the window (default: half of it)"
-    )
-    text.add_argument("--batch-size", type=size, default=8, metavar="N", help="windows at a time")
-    text.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
-    text.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
-    add_json(text)
 
 
 def _add_convert(commands: _Commands) -> None:
