@@ -205,9 +205,7 @@ class ModelSpec:
     def skipped_share(self, num_tokens: int) -> float:
         """Share of a prompt's FLOPs that are saved where only its last row enters the second half,
         of what they were if all rows did (logits of the last one)."""
-        whole = self.write_flops(0, num_tokens)
-        whole += num_tokens * self.read_flops_per_row + self.logits_flops_per_row
-        whole += sum(mixer.span_flops(0, num_tokens) for mixer in self.read_mixers)
+        whole = self._all_rows_flops(num_tokens) + self.logits_flops_per_row
         return 1 - self.prefill_flops(num_tokens) / whole
 
     def prefill_flops(self, num_tokens: int, chunk: int = RETENTION_CHUNK) -> int:
@@ -217,6 +215,17 @@ class ModelSpec:
     def decode_flops(self, context: int) -> int:
         """One token that sees `context` tokens, itself included, through both halves."""
         return self.write_flops(context - 1, context, chunk=1) + self.read_flops((context,))
+
+    def train_flops(self, length: int) -> int:
+        """One sequence of `length` tokens in training: every row through both halves and the
+        logits, three times (forward, and twice as much backward). What gradient checkpointing
+        computes again is not counted."""
+        return 3 * (self._all_rows_flops(length) + length * self.logits_flops_per_row)
+
+    def _all_rows_flops(self, num_tokens: int) -> int:
+        """Both halves for every token of a sequence, without logits."""
+        mixing = sum(mixer.span_flops(0, num_tokens) for mixer in self.read_mixers)
+        return self.write_flops(0, num_tokens) + num_tokens * self.read_flops_per_row + mixing
 
     def _of_kind(self, kind: StoreKind) -> tuple[Store, ...]:
         return tuple(store for store in self.stores if store.kind == kind)

@@ -18,8 +18,8 @@ from yocolm.train.settings import TrainSettings
 # Keys of ``train`` that leave every update as it is. ``steps`` is here so that a run can be made
 # longer or shorter; it stretches the schedule of the steps to come.
 FREE = frozenset(
-    "steps log_every validate_every validation_tokens save_every keep tensorboard device "
-    "gradient_checkpointing".split()
+    "steps log_every validate_every validation_tokens save_every keep tensorboard wandb "
+    "peak_flops device gradient_checkpointing".split()
 )
 
 
@@ -34,6 +34,8 @@ def fingerprint(
         "tokenizer.separator": s.tokenizer.separator,
         "data.sequence_length": s.data.sequence_length,
         "data.text_field": s.data.text_field,
+        "data.document_boundaries": s.data.document_boundaries,
+        "data.validation_split": s.data.validation_split,  # the rest is trained on
         "data.sources": ", ".join(source.name for source in sampler.sources),  # order counts
     }
     if sampler.bos is not None:
@@ -42,14 +44,17 @@ def fingerprint(
         found[f"data.sources.{source.name}.weight"] = source.weight
         found[f"data.sources.{source.name}.files"] = f"text {source.digest}"
     found |= {f"train.{k}": v for k, v in asdict(s.train).items() if k not in FREE}
-    found |= dict(_flat("model", config.to_hf()))
+    if s.distill is not None:
+        found |= {f"distill.{k}": v for k, v in asdict(s.distill).items()}
+    found |= dict(flat("model", config.to_hf()))
     return found
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, each under the path of its keys."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}", inner)
+            yield from flat(f"{name}.{key}", inner)
     else:
         yield name, value
 

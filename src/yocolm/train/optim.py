@@ -22,8 +22,10 @@ def learning_rate_factor(step: int, s: OptimSettings) -> float:
     if s.schedule == "wsd":  # warmup, stable, decay (arXiv 2404.06395)
         fall = max(0.0, (progress - (1 - s.decay_fraction)) / s.decay_fraction)
         return 1.0 - (1.0 - s.final_ratio) * min(1.0, fall)
-    if s.schedule == "linear":
-        return 1.0 - (1.0 - s.final_ratio) * min(1.0, progress)
+    if s.schedule in ("linear", "polynomial"):
+        left = max(0.0, 1.0 - progress)
+        power = s.power if s.schedule == "polynomial" else 1.0
+        return s.final_ratio + (1.0 - s.final_ratio) * left**power
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return s.final_ratio + (1.0 - s.final_ratio) * cosine
 

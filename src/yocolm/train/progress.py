@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TextIO
 
-from yocolm.errors import MissingDependencyError
+import torch
+
+from yocolm.config import ModelConfig
+from yocolm.models.spec import model_spec
+from yocolm.train.curves import Curves, open_curves
 from yocolm.train.settings import TrainSettings
 
-
-class ScalarWriter(Protocol):
-    """What a run needs of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-    def close(self) -> None: ...
+# Dense bfloat16 FLOP/s by data sheet, for part of a device's name; the first that fits counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 class Progress:
-    """Means since the last line, a line every few steps, and TensorBoard scalars if asked for."""
+    """Means since the last line, a line every few steps, and curves if asked for.
 
-    def __init__(self, s: TrainSettings, out: TextIO) -> None:
-        self.out = out
+    Args:
+        s: a run of one stage.
+        out: where lines go; None, as on ranks other than the first, prints and draws nothing.
+    """
+
+    def __init__(self, s: TrainSettings, out: TextIO | None) -> None:
+        self.s, self.out = s, out
         self.steps = s.train.last_step
         self.tokens_per_step = s.train.batch_size * s.train.accumulate * s.data.sequence_length
-        self.folder = Path(s.output_dir) / "tensorboard"
-        self._open_writer = _summary_writer() if s.train.tensorboard else None
-        self.writer: ScalarWriter | None = None
+        self._open_curves = open_curves(s) if out is not None else []
+        self._curves: list[Curves] = []
+        self._flops_per_token = 0.0
+        self._peak: float | None = None  # FLOP/s of all devices together
         self._losses: list[float] = []
         self._seconds = 0.0  # in training steps alone, since the last line
         self._began, self._done = time.monotonic(), 0
 
+    def measure(self, config: ModelConfig, device: torch.device, ranks: int = 1) -> None:
+        """Tell the share of the devices' FLOP/s that is used (MFU), where their peak is known.
+
+        It is ``train.peak_flops`` for each of the ``ranks`` devices, or that of a known GPU.
+        """
+        length = self.s.data.sequence_length
+        self._flops_per_token = model_spec(config).train_flops(length) / length
+        peak = self.s.train.peak_flops or _known_peak(device, self.s.train.dtype)
+        self._peak = None if peak is None else peak * ranks
+
     def start(self, step: int) -> None:
         """Begin at ``step``; curves beyond it, of a run that was cut off, are dropped."""
-        if self._open_writer is not None:
-            self.writer = self._open_writer(str(self.folder), purge_step=step + 1)
+        self._curves = [open_one(step) for open_one in self._open_curves]
         self._began, self._done = time.monotonic(), 0
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        for curves in self._curves:
+            curves.close()
 
     def say(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        if self.out is not None:
+            print(text, file=self.out, flush=True)
 
     def add(self, loss: float, seconds: float) -> None:
         """Count one step."""
@@ -56,13 +80,17 @@ class Progress:
         """Print the mean loss and rate of the steps since the last line."""
         loss = sum(self._losses) / len(self._losses)
         rate = self.tokens_per_step * len(self._losses) / max(self._seconds, 1e-9)
+        figures = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens_per_s": rate}
+        speed = f"{rate:,.0f} tok/s"
+        if self._peak is not None:
+            figures["mfu"] = rate * self._flops_per_token / self._peak
+            speed += f" | MFU {figures['mfu']:.1%}"
         elapsed = time.monotonic() - self._began
         left = elapsed / self._done * (self.steps - step)
         self.say(
             f"step {step:>6}/{self.steps} | loss {loss:.4f} | lr {lr:.2e} | grad {norm:.2f} | "
-            f"{rate:,.0f} tok/s | {clock(elapsed)}<{clock(left)}"
+            f"{speed} | {clock(elapsed)}<{clock(left)}"
         )
-        figures = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens_per_s": rate}
         self.scalars("train", figures, step)
         self._losses, self._seconds = [], 0.0
 
@@ -75,9 +103,8 @@ class Progress:
         self.scalars("validation", figures, step)
 
     def scalars(self, group: str, figures: dict[str, float], step: int) -> None:
-        if self.writer is not None:
-            for name, value in figures.items():
-                self.writer.add_scalar(f"{group}/{name}", value, step)
+        for curves in self._curves:
+            curves.add({f"{group}/{name}": value for name, value in figures.items()}, step)
 
 
 def clock(seconds: float) -> str:
@@ -87,12 +114,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}"
 
 
-def _summary_writer() -> Callable[..., ScalarWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MissingDependencyError(
-            "train.tensorboard is true, but TensorBoard is not installed; "
-            "run: pip install tensorboard"
-        ) from None
-    return SummaryWriter
+def _known_peak(device: torch.device, dtype: str) -> float | None:
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
