@@ -55,6 +55,25 @@ def test_loss_and_gradients(dtype: torch.dtype, scale: float) -> None:
         assert close(got, expected, dtype)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_rows_with_a_negative_target_do_not_count(softcap: float) -> None:
+    kept = torch.ones(N, dtype=torch.bool)
+    kept[[0, 3, 8, N - 1]] = False
+    results = []
+    for drop in (False, True):
+        hidden, weight, targets = inputs(torch.float32)
+        if drop:
+            loss = cross_entropy_sum(hidden[kept], weight, targets[kept], softcap)
+        else:
+            loss = cross_entropy_sum(hidden, weight, targets.where(kept, -100), softcap)
+        loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        results.append((loss.detach(), hidden.grad, weight.grad))
+        assert not hidden.grad[~kept].any()
+    for got, expected in zip(*results, strict=True):
+        assert close(got, expected, torch.float32)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float64, *RELATIVE])
 def test_a_soft_cap(dtype: torch.dtype, softcap: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,14 +29,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             scores = torch.matmul(block, head.T).to(wide)
             if softcap:
                 scores.div_(softcap).tanh_().mul_(softcap)
+            counts = (target >= 0)[:, None]
+            target = target.clamp(min=0)[:, None]
             log_norm = scores.logsumexp(-1, keepdim=True)
-            total += (log_norm - scores.gather(1, target[:, None])).sum()
+            total += (log_norm - scores.gather(1, target)).mul_(counts).sum()
             if grad_hidden is not None and grad_weight is not None:
                 slope = None
                 if softcap:
                     slope = scores.div(softcap).square_().neg_().add_(1)
-                grad = scores.sub_(log_norm).exp_()
-                grad.scatter_add_(1, target[:, None], grad.new_full((len(block), 1), -1.0))
+                # A row that does not count has probabilities and one-hot target of 0.
+                grad = scores.sub_(log_norm.masked_fill_(~counts, math.inf)).exp_()
+                grad.scatter_add_(1, target, -counts.to(grad.dtype))
                 if slope is not None:
                     grad.mul_(slope)
                 grad = grad.to(hidden.dtype)
@@ -60,8 +64,9 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Summed cross-entropy, in nats, of ``hidden`` [N, D] against ``targets`` [N] int64.
 
-    ``weight`` is the output head [V, D]; logits are capped as ``softcap * tanh(x / softcap)``,
-    with 0 not at all. Products run in hidden's dtype, cap, softmax and sum in float32 or wider.
+    Rows with a negative target do not count. ``weight`` is the output head [V, D]; logits are
+    capped as ``softcap * tanh(x / softcap)``, with 0 not at all. Products run in hidden's dtype,
+    cap, softmax and sum in float32 or wider.
     """
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):
