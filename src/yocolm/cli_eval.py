@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
+from collections.abc import Callable
 
 from yocolm.eval.perplexity import Perplexity, perplexity
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "perplexity":
+        return _perplexity(arguments)
+    module = {"harness": "cli_harness", "nll": "cli_eval_nll"}.get(arguments.kind, "cli_eval_long")
+    return importlib.import_module(f"yocolm.{module}").run(arguments)
+
+
+def _perplexity(arguments: argparse.Namespace) -> int:
     result = perplexity(
         arguments.model,
         arguments.file,
@@ -18,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         dtype=arguments.dtype,
         device=arguments.device,
-        progress=_progress if sys.stderr.isatty() else None,
+        progress=counter("windows"),
     )
     if arguments.json:
         print(json.dumps({"model": arguments.model, **result.to_json()}, indent=2))
@@ -27,9 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _progress(done: int, total: int) -> None:
-    end = "\r" if done < total else "\r\033[K"
-    print(f"{done}/{total} windows", end=end, file=sys.stderr, flush=True)
+def counter(what: str) -> Callable[[int, int], None] | None:
+    """Shows (done, total) on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        end = "\r" if done < total else "\r\033[K"
+        print(f"{done:,}/{total:,} {what}", end=end, file=sys.stderr, flush=True)
+
+    return show
 
 
 def _table(model: str, result: Perplexity) -> str:

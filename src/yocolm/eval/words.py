@@ -75,9 +75,20 @@ _NOUNS = (
     "anchor basket candle compass drawer feather hammer kettle ladder lantern mirror pitcher "
     "ribbon saddle thimble trumpet"
 ).split()
+
+
+def _codes(count: int) -> tuple[str, ...]:
+    """Different words of five consonants, always the same ones."""
+    rng, codes = random.Random(0), dict[str, None]()
+    while len(codes) < count:
+        codes["".join(rng.choices("BDFGKLMNPRSTVXZ", k=5))] = None
+    return tuple(codes)
+
+
 KEY_LISTS: dict[str, Sequence[str]] = {
     "cities": CITIES,
     "words": tuple(f"the {adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS),
+    "codes": _codes(200),
 }
 _FIELDS = {
     "needle": {"key", "value"},
@@ -165,10 +176,10 @@ def draw_numbers(
     )
 
 
-def first_number(text: str, digits: int) -> str | None:
-    """The first whole number in ``text`` of at least so many digits; "1,234,567" is one."""
+def numbers_in(text: str, digits: int) -> list[str]:
+    """The whole numbers in ``text`` of at least so many digits; "1,234,567" is one."""
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return next((n for n in re.findall(r"\d+", plain) if len(n) >= digits), None)
+    return [number for number in re.findall(r"\d+", plain) if len(number) >= digits]
 
 
 def listed(names: Sequence[str]) -> str:

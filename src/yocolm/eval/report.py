@@ -1,0 +1,137 @@
+"""What an evaluation found, as JSON, as text for a terminal, as one HTML file and as a picture.
+
+Numbers stand in grids (heat maps) and curves. The HTML needs nothing else: heat maps are tables
+with coloured cells, curves are SVG. The picture needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from yocolm.eval.report_html import page
+from yocolm.eval.report_png import draw
+
+JSON_FILE, HTML_FILE, PNG_FILE = "report.json", "report.html", "report.png"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Means from 0 to 1 by row and column; None where nothing was asked."""
+
+    title: str
+    row_title: str
+    rows: list[str]
+    column_title: str
+    columns: list[str]
+    values: list[list[float | None]]
+    counts: list[list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: tuple[str, list[str]],
+        columns: tuple[str, list[str]],
+        scores: Sequence[Sequence[Sequence[float]]],
+    ) -> Grid:
+        """From the scores in each cell; ``rows`` and ``columns`` are a title and labels."""
+        values = [[mean(cell) for cell in row] for row in scores]
+        return cls(title, *rows, *columns, values, [[len(cell) for cell in row] for row in scores])
+
+    def text(self) -> str:
+        """Percentages in columns."""
+        head = [f"{self.row_title} \\ {self.column_title}", *self.columns]
+        body = [
+            [name, *(percent(value) for value in row)]
+            for name, row in zip(self.rows, self.values, strict=True)
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in [head, *body]
+        ]
+        return "\n".join([self.title, *lines])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Named lines of (x, y) points over a logarithmic x."""
+
+    title: str
+    x_title: str
+    y_title: str
+    lines: dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation.
+
+    kind, model, settings: what was done; ``settings`` and a seed give the same questions again.
+    headline: the result in a line.
+    summary, cells: totals, and one dictionary for each cell of the tables.
+    samples: one dictionary for each question, with a ``score``.
+    """
+
+    kind: str
+    model: str
+    settings: dict[str, Any]
+    headline: str
+    summary: dict[str, Any]
+    cells: list[dict[str, Any]]
+    grids: list[Grid] = field(default_factory=list)
+    curves: list[Curves] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the grids and curves, whose numbers are those of ``cells``."""
+        return {k: v for k, v in asdict(self).items() if k not in ("grids", "curves")}
+
+    def text(self) -> str:
+        """For a terminal."""
+        parts = [f"{self.kind} of {self.model}: {self.headline}"]
+        parts += [grid.text() for grid in self.grids]
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n\n".join(parts)
+
+    def write(self, folder: Path) -> list[Path]:
+        """report.json and report.html, and report.png where matplotlib is installed. Returns what
+        was written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [folder / JSON_FILE, folder / HTML_FILE]
+        written[0].write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        written[1].write_text(page(self), encoding="utf-8")
+        if draw(self, folder / PNG_FILE):
+            written.append(folder / PNG_FILE)
+        return written
+
+
+def mean(scores: Sequence[float]) -> float | None:
+    return sum(scores) / len(scores) if scores else None
+
+
+def percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    shown = f"{100 * value:.1f}"
+    return shown.removesuffix(".0") + " %"
+
+
+def interval(scores: Sequence[float], z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a mean of right and wrong answers, 95 % unless ``z`` says else."""
+    n, p = len(scores), sum(scores) / len(scores)
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
+def accuracy_line(scores: Sequence[float]) -> str:
+    """Accuracy with its interval."""
+    low, high = interval(scores)
+    count = f"{sum(scores):.10g} of {len(scores)} right"
+    return f"{percent(mean(scores))} ({count}; 95 % interval {percent(low)} to {percent(high)})"
