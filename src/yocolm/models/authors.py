@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yocolm.config import CrossConfig, RetentionConfig, RopeConfig, WindowConfig, YocoConfig
+from yocolm.config import (
+    CrossConfig,
+    LlamaConfig,
+    RetentionConfig,
+    RopeConfig,
+    WindowConfig,
+    YocoConfig,
+)
 from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
 from yocolm.fields import Fields, parse_integer, read_json, write_json
 from yocolm.models.layouts import weight_layout
@@ -63,9 +70,9 @@ _RENAMES = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` wrote. `tokenizer` is None, or says why there is none in the folder."""
+    """What a conversion wrote; `missing_tokenizer` says why there is none in the folder, if so."""
 
-    config: YocoConfig
+    config: YocoConfig | LlamaConfig
     num_tensors: int
     missing_tokenizer: str | None
 

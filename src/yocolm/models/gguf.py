@@ -1,0 +1,75 @@
+"""GGUF files of Llama-style models as Hugging Face folders, read by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from yocolm.config import LlamaConfig, parse_config
+from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
+from yocolm.models.authors import Conversion
+from yocolm.models.layouts import weight_layout
+from yocolm.models.tensor_files import write_tensors
+from yocolm.models.weights import DEFAULT_SHARD_BYTES, check_tensors, write_configs
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+
+
+def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = None) -> Conversion:
+    """Writes the Llama-style model of a GGUF file as a Hugging Face folder, with its tokenizer.
+
+    Quantised weights become what they stand for; the quantisation's error stays in them.
+
+    Args:
+        dtype: of the written weights; None: float32.
+
+    Raises CheckpointError for a file that is no GGUF, ConfigError for other architectures, and
+    MissingDependencyError without transformers and what it reads such files with.
+    """
+    src, dst = Path(src), Path(dst)
+    _check_file(src)
+    if dst.exists() and not dst.is_dir():
+        raise CheckpointError(f"{dst} is a file; give a folder to write")
+    try:
+        import accelerate  # noqa: F401  (both: transformers needs them for such files)
+        import gguf  # noqa: F401
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading {src} needs transformers, gguf and accelerate: "
+            "pip install transformers gguf accelerate"
+        ) from error
+    where = {"pretrained_model_name_or_path": str(src.parent), "gguf_file": src.name}
+    try:
+        fields = AutoConfig.from_pretrained(**where).to_dict()
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        raise ConfigError(f"{src}: transformers cannot read this file: {error}") from error
+    if fields.get("model_type") != LlamaConfig.model_type:
+        raise ConfigError(
+            f"{src} is of type {fields.get('model_type')}; only Llama-style GGUF files are read"
+        )
+    config = parse_config(json.loads(json.dumps(fields, default=str)))  # refuses before the work
+    assert isinstance(config, LlamaConfig)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    state = model.state_dict()  # transformers itself would not save what was quantised
+    check_tensors(config, {name: tuple(state[name].shape) for name in state}, str(src))
+    names = [part.name for parts in weight_layout(config).values() for part in parts]
+    dst.mkdir(parents=True, exist_ok=True)
+    pieces = [(name, state[name].nbytes, state[name].contiguous) for name in names]
+    write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
+    write_configs(dst, config, model.dtype)
+    tokenizer.save_pretrained(dst)
+    return Conversion(config, len(names), None)
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {problem}; give a {SUFFIX} file")
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
