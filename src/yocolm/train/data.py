@@ -1,114 +1,63 @@
-"""Weighted sources of text, tokenised once, drawn in an order that a seed and counters decide."""
+"""Windows of text to train and validate on, drawn in an order that a seed and counters decide."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from yocolm.errors import ConfigError
 from yocolm.tokenizer import JsonTokenizer
+from yocolm.train.data_cache import TokenCache
+from yocolm.train.data_files import find_sources, find_validation
+from yocolm.train.data_tokens import Tokens, joined
 from yocolm.train.settings import TrainSettings
 
 
-def expand(patterns: list[str], where: str) -> list[Path]:
-    """Files that the glob ``patterns`` match, each once, in name order within a pattern.
+class Windows(NamedTuple):
+    """Packed windows: ``inputs`` and ``targets`` [T] int64, and the ``lengths`` of the sequences.
 
-    Raises ConfigError for a pattern without a match.
+    Lengths sum to T. A sequence is a window, or a piece of one where documents do not see each
+    other.
     """
-    files: list[Path] = []
-    for pattern in patterns:
-        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        found = [path for path in matches if path.is_file()]
-        if not found:
-            raise ConfigError(f"{where}: no file matches {pattern!r}")
-        files.extend(found)
-    return list(dict.fromkeys(files))
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    lengths: list[int]
 
 
-def read_documents(path: Path, text_field: str) -> Iterator[str]:
-    """Documents of one file: each record of a ``.jsonl``, else the whole file, byte for byte."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 at byte {error.start}") from None
-    if path.suffix != ".jsonl":
-        yield text
-        return
-    for number, line in enumerate(text.split("\n"), 1):  # text may hold other line separators
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)[text_field]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            document = None
-        if not isinstance(document, str):
-            raise ConfigError(
-                f"{path}:{number} is no JSON record with a string in {text_field!r}; "
-                "mend it, or name another field as data.text_field"
-            )
-        yield document
+@dataclass(frozen=True)
+class Shape:
+    """How windows are cut: their ``length``, the ``bos`` in place of each one's first input.
 
-
-def count_bytes(files: list[Path], text_field: str) -> int:
-    """UTF-8 bytes of all documents."""
-    return sum(len(text.encode()) for path in files for text in read_documents(path, text_field))
-
-
-def digest_files(files: list[Path]) -> str:
-    """A hash of the files' contents and order; their names do not count."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-        digest.update(b"records" if path.suffix == ".jsonl" else b"text")
-    return digest.hexdigest()[:16]
-
-
-def tokenize(
-    files: list[Path], tokenizer: Tokenizer, text_field: str, cache: Path, separator: str
-) -> np.ndarray:
-    """All documents as one int32 array, each behind the ``separator`` token.
-
-    Then comes what the tokenizer puts before every text (BOS), unless that is the separator.
-    Memory-mapped from ``cache``, where it is kept under a hash of everything that decides it.
+    With ``boundaries`` a new sequence begins where a document does.
     """
-    start = tokenizer.token_to_id(separator)
-    if start is None:
-        raise ConfigError(
-            f"the tokenizer has no token {separator!r} to put before every document; "
-            "name one of its special tokens as tokenizer.separator"
-        )
-    opening = _opening(tokenizer)
-    before = opening if start in opening else [start, *opening]
-    key = json.dumps([tokenizer.to_str(), digest_files(files), text_field, separator, *opening])
-    target = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
-    if not target.exists():
-        pieces = [np.zeros(0, np.int32)]
-        for path in files:
-            for document in read_documents(path, text_field):
-                ids = tokenizer.encode(document, add_special_tokens=False).ids
-                pieces.append(np.asarray([*before, *ids], dtype=np.int32))
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(".partial.npy")
-        np.save(partial, np.concatenate(pieces))
-        partial.replace(target)
-    return np.load(target, mmap_mode="r")
 
+    length: int
+    bos: int | None = None
+    boundaries: bool = False
 
-def _opening(tokenizer: Tokenizer) -> list[int]:
-    return JsonTokenizer(tokenizer).opening()
+    def windows(self, places: Sequence[tuple[Tokens, int, int]]) -> Windows:
+        """The windows of (stream, first token, number of tokens), one after another.
 
-
-def window_start(tokenizer: Tokenizer) -> int | None:
-    """The token that begins every window: BOS if the tokenizer puts it before every text."""
-    return next(iter(_opening(tokenizer)), None)
+        A target is the token behind its input, so that a stream has to hold one more.
+        """
+        inputs, targets, lengths = [], [], []
+        for tokens, start, count in places:
+            ids = tokens.read(start, start + count + 1)
+            assert len(ids) == count + 1
+            targets.append(ids[1:].copy())
+            if self.bos is not None:  # the token that gives way was a target of another window
+                ids[0] = self.bos
+            inputs.append(ids[:-1])
+            edges = tokens.starts(start + 1, start + count) - start if self.boundaries else []
+            lengths += np.diff([0, *edges, count]).tolist()
+        return Windows(np.concatenate(inputs), np.concatenate(targets), lengths)
 
 
 @dataclass
@@ -116,54 +65,72 @@ class Source:
     """Tokens of one source, drawn in windows without repetition until an epoch is through."""
 
     name: str
-    ids: np.ndarray  # [N] int32
+    tokens: Tokens
     weight: float
     digest: str  # of the text
+    _epoch: tuple[Any, int, np.ndarray] | None = field(init=False, repr=False, default=None)
 
-    def window(self, draw: int, length: int, seed: int) -> np.ndarray:
-        """The ``draw``-th window of ``length + 1`` tokens; they shift and reorder every epoch."""
-        per_epoch = max(1, (len(self.ids) - 1) // length - 1)
+    def place(self, draw: int, length: int, seed: int) -> int:
+        """Where the ``draw``-th window of ``length + 1`` tokens begins.
+
+        Every epoch windows are shifted and change their order.
+        """
+        per_epoch = max(1, (len(self.tokens) - 1) // length - 1)
         epoch, index = divmod(draw, per_epoch)
-        name_seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
-        rng = np.random.default_rng([seed, name_seed, epoch])
-        shift = int(rng.integers(0, max(1, len(self.ids) - per_epoch * length)))
-        start = shift + int(rng.permutation(per_epoch)[index]) * length
-        return np.asarray(self.ids[start : start + length + 1], dtype=np.int64)
+        key = (epoch, length, seed)
+        if self._epoch is None or self._epoch[0] != key:
+            name_seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
+            rng = np.random.default_rng([seed, name_seed, epoch])
+            shift = int(rng.integers(0, max(1, len(self.tokens) - per_epoch * length)))
+            self._epoch = key, shift, rng.permutation(per_epoch)
+        _, shift, order = self._epoch
+        return shift + int(order[index]) * length
 
 
 class Sampler:
-    """Draws training sequences; its state is one counter a source.
+    """Draws the windows of a training; its state is one counter a source.
 
-    ``bos`` stands in place of the first input of each; None changes nothing.
+    The order is the same for every number of ranks: each takes its share of a batch that all count
+    through.
     """
 
-    def __init__(
-        self, sources: list[Source], length: int, seed: int, bos: int | None = None
-    ) -> None:
-        for source in sources:
-            if len(source.ids) < length + 2:
-                raise ConfigError(
-                    f"source {source.name!r} has {len(source.ids)} tokens; "
-                    f"sequence_length {length} needs at least {length + 2}"
-                )
-        self.sources, self.length, self.seed, self.bos = sources, length, seed, bos
-        self.draws = [0] * len(sources)
+    def __init__(self, sources: list[Source], shape: Shape, seed: int) -> None:
         total = sum(source.weight for source in sources)
+        if not total:
+            raise ConfigError("the weights of all sources are 0; give one above 0")
+        for source in sources:
+            if source.weight and len(source.tokens) < shape.length + 2:
+                raise ConfigError(
+                    f"source {source.name!r} has {len(source.tokens)} tokens; sequence_length "
+                    f"{shape.length} needs at least {shape.length + 2}"
+                )
+        self.sources, self.shape, self.seed = sources, shape, seed
+        self.draws = [0] * len(sources)
         self.shares = [source.weight / total for source in sources]
 
-    def batch(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, [size, length] int64 each."""
-        windows = []
-        for _ in range(size):
+    @property
+    def bos(self) -> int | None:
+        """The token that begins every window; None where windows begin as they are."""
+        return self.shape.bos
+
+    def batch(self, size: int, rank: int = 0, ranks: int = 1) -> Windows:
+        """The next ``size`` windows of the training: of these, the share of ``rank``.
+
+        ``ranks`` divides ``size``; together, in their order, all ranks get what one would get.
+        """
+        if size % ranks:
+            raise ValueError(f"{size} windows cannot be shared by {ranks} ranks")
+        share = size // ranks
+        places = []
+        for index in range(size):
             rng = np.random.default_rng([self.seed, sum(self.draws)])
             chosen = int(rng.choice(len(self.sources), p=self.shares))
-            source = self.sources[chosen]
-            windows.append(source.window(self.draws[chosen], self.length, self.seed))
+            if index // share == rank:
+                source = self.sources[chosen]
+                start = source.place(self.draws[chosen], self.shape.length, self.seed)
+                places.append((source.tokens, start, self.shape.length))
             self.draws[chosen] += 1
-        stacked = np.stack(windows)
-        if self.bos is not None:  # the token that gives way was a target of another window
-            stacked[:, 0] = self.bos
-        return stacked[:, :-1], stacked[:, 1:]
+        return self.shape.windows(places)
 
     def state_dict(self) -> dict[str, Any]:
         return {"draws": dict(zip((s.name for s in self.sources), self.draws, strict=True))}
@@ -172,11 +139,76 @@ class Sampler:
         self.draws = [state["draws"][source.name] for source in self.sources]
 
 
-def build_sampler(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> Sampler:
-    """Tokenise the sources and return their sampler."""
-    sources = []
-    for name, source in s.data.sources.items():
-        files = expand(source.files, f"data.sources.{name}.files")
-        ids = tokenize(files, tokenizer, s.data.text_field, cache, s.tokenizer.separator)
-        sources.append(Source(name, ids, source.weight, digest_files(files)))
-    return Sampler(sources, s.data.sequence_length, s.seed, window_start(tokenizer))
+@dataclass(frozen=True)
+class Validation:
+    """The text to validate on, in windows that each start without context.
+
+    ``spread``: a part of the text is spread evenly over it, not its beginning.
+    """
+
+    tokens: Tokens
+    shape: Shape
+    spread: bool = False
+
+    @property
+    def num_targets(self) -> int:
+        """How many tokens there are to be predicted: all but the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole text, in UTF-8."""
+        return self.tokens.num_bytes
+
+    def count(self, max_tokens: int) -> int:
+        """How many targets ``windows`` has."""
+        return min(max_tokens, self.num_targets)
+
+    def windows(self, max_tokens: int, size: int) -> Iterator[Windows]:
+        """Windows of ``count(max_tokens)`` targets in all, ``size`` windows at a time.
+
+        All are of the full length but the last.
+        """
+        places = self._places(self.count(max_tokens))
+        for first in range(0, len(places), size):
+            yield self.shape.windows(places[first : first + size])
+
+    def _places(self, count: int) -> list[tuple[Tokens, int, int]]:
+        length = self.shape.length
+        chosen, all_windows = -(-count // length), -(-self.num_targets // length)
+        order = [i * all_windows // chosen if self.spread else i for i in range(chosen)]
+        sizes = [min(length, count - i * length) for i in range(chosen)]
+        return [(self.tokens, i * length, size) for i, size in zip(order, sizes, strict=True)]
+
+
+def cache_folder(s: TrainSettings) -> Path:
+    """Where the tokens of a training are kept."""
+    return Path(s.data.cache_dir) if s.data.cache_dir else Path(s.output_dir) / "cache"
+
+
+def build_data(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> tuple[Sampler, Validation]:
+    """Tokenise the texts that are not in ``cache`` yet, to train and to validate on.
+
+    All ranks may call this at once. Raises ConfigError for texts that cannot be read, are too
+    short or empty.
+    """
+    separator, share = s.tokenizer.separator, s.data.validation_split
+    bos = next(iter(JsonTokenizer(tokenizer).opening()), None)
+    shape = Shape(s.data.sequence_length, bos, s.data.document_boundaries)
+    found = TokenCache(cache, tokenizer, separator, share).load(find_sources(s))
+    sources = [Source(c.source.name, c.training, c.source.weight, c.digest) for c in found]
+    sampler = Sampler(sources, shape, s.seed)
+    if share:
+        text = joined(c.held_out for c in found)
+        if not text.num_bytes:
+            raise ConfigError(
+                f"data.validation_split {share} holds out no document with text; raise it, or "
+                "name files as data.validation"
+            )
+    else:
+        files = find_validation(s)
+        text = joined(c.training for c in TokenCache(cache, tokenizer, separator).load(files))
+        if not text.num_bytes:
+            names = ", ".join(str(file) for source in files for file in source.files)
+            raise ConfigError(f"data.validation is empty: {names}")
+    return sampler, Validation(text, shape, spread=not s.data.validation)

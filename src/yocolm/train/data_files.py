@@ -1,0 +1,251 @@
+"""Which files hold the texts of a training, and the documents in them."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from yocolm.errors import ConfigError, MissingDependencyError
+from yocolm.train.settings import TrainSettings
+
+LINES = "raw_content_lines"  # a text as a list of its lines
+AUTHORS_FIELDS = ("content", LINES)  # what their loader takes where "text" is absent
+TRAIN, VALID = "train", "valid"  # splits of the authors' layout
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """A source: its files in order, its share of the draws, and fields of a record, first first."""
+
+    name: str
+    files: list[Path]
+    weight: float
+    fields: tuple[str, ...]
+
+
+def find_sources(s: TrainSettings) -> list[SourceFiles]:
+    """The sources that the settings name, or those of the authors' folder; in their order.
+
+    Raises ConfigError for a file, a pattern or a source that is not there.
+    """
+    if s.data.folder is None:
+        found = [
+            SourceFiles(
+                name,
+                expand(source.files, f"data.sources.{name}.files"),
+                source.weight,
+                (s.data.text_field,),
+            )
+            for name, source in s.data.sources.items()
+        ]
+    else:
+        found = read_layout(Path(s.data.folder), TRAIN, s.data.text_field)
+    weights = s.data.weights or {}
+    names = [source.name for source in found]
+    for name in weights:
+        if name not in names:
+            raise ConfigError(f"data.weights names {name!r}; the sources are {', '.join(names)}")
+    return [replace(source, weight=weights.get(source.name, source.weight)) for source in found]
+
+
+def find_validation(s: TrainSettings) -> list[SourceFiles]:
+    """The files to validate on: ``data.validation``, or ``json/valid.json`` of the folder."""
+    if s.data.validation:
+        files = expand(s.data.validation, "data.validation")
+        return [SourceFiles("data.validation", files, 1.0, (s.data.text_field,))]
+    assert s.data.folder is not None, "checked with the settings"
+    folder = Path(s.data.folder)
+    if not (folder / "json" / f"{VALID}.json").exists():
+        raise ConfigError(
+            f"there is nothing to validate on: {folder} has no json/{VALID}.json; set "
+            "data.validation_split, or name files as data.validation"
+        )
+    return read_layout(folder, VALID, s.data.text_field)
+
+
+def expand(patterns: list[str], where: str) -> list[Path]:
+    """Files that the glob ``patterns`` match, each once, in name order within a pattern.
+
+    Raises ConfigError for a pattern without a match.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        found = [path for path in matches if path.is_file()]
+        if not found:
+            raise ConfigError(f"{where}: no file matches {pattern!r}")
+        files.extend(found)
+    return list(dict.fromkeys(files))
+
+
+def read_layout(folder: Path, split: str, text_field: str) -> list[SourceFiles]:
+    """Sources of a folder in the layout of YOCO's authors.
+
+    ``json/SPLIT.json`` lists sources as ``{"name": ..., "weight": ...}``, of which
+    ``json/NAME.json`` lists the shards, relative to ``folder`` or absolute. As in their loader,
+    "count" may stand for "weight", and "source" for the file of shards.
+    """
+    index = folder / "json" / f"{split}.json"
+    entries = _read_list(index)
+    found: dict[str, SourceFiles] = {}
+    for number, entry in enumerate(entries):
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{index}: entry {number} is {entry!r}; it must have a 'name'")
+        if name in found:
+            raise ConfigError(f"{index}: there are two sources {name!r}; rename one")
+        shards = entry.get("source") or _read_list(folder / "json" / f"{name}.json")
+        files = _shards(folder, shards, f"{index}: source {name!r}")
+        fields = tuple(dict.fromkeys((text_field, *AUTHORS_FIELDS)))
+        found[name] = SourceFiles(name, files, _weight(entry, f"{index}: source {name!r}"), fields)
+    return list(found.values())
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{path} must hold a list with at least one entry")
+    return values
+
+
+def _weight(entry: Mapping[str, Any], where: str) -> float:
+    value = entry.get("weight", entry.get("count"))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ConfigError(f"{where} has the weight {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _shards(folder: Path, names: Any, where: str) -> list[Path]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: its shards must be a list of paths")
+    files = list(dict.fromkeys(folder / name for name in names))
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(
+                f"{where}: there is no file {path}; paths are absolute or relative to {folder}"
+            )
+    return files
+
+
+def kind(path: Path) -> str:
+    """How a file is read."""
+    return {".jsonl": "records", ".parquet": "parquet"}.get(path.suffix, "text")
+
+
+def read_documents(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    """Documents of one file, one at a time: each record of a ``.jsonl`` or ``.parquet`` file.
+
+    A record's text is in the first of ``fields`` that it has. Any other file is one document, byte
+    for byte. Raises ConfigError naming the record at fault.
+    """
+    readers = {"records": _read_jsonl, "parquet": _read_parquet, "text": _read_text}
+    try:
+        yield from readers[kind(path)](path, fields)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _read_text(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    yield _decode(path, path.read_bytes(), 0)
+
+
+def _decode(path: Path, line: bytes, offset: int) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 at byte {offset + error.start}") from None
+
+
+def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):  # of bytes: text may hold other line separators
+            text = _decode(path, line, offset)
+            offset += len(line)
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError):
+                record = None
+            yield _text_of(record, fields, f"{path}:{number} is no JSON record")
+
+
+def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    try:
+        import datasets
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path} needs the package datasets: pip install 'yocolm[data]'"
+        ) from error
+    try:
+        columns = pyarrow.parquet.read_schema(path).names
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path} is no parquet file: {error}") from None
+    chosen = [field for field in fields if field in columns]
+    if not chosen:
+        raise ConfigError(
+            f"{path} has the columns {', '.join(columns)}, and none of {', '.join(fields)}; "
+            "name the one that holds the text as data.text_field"
+        )
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(path), split="train", streaming=True, columns=chosen
+    )
+    for number, row in enumerate(rows):
+        yield _text_of(row, fields, f"{path}, row {number}, is no record")
+
+
+def _text_of(record: Any, fields: Sequence[str], where: str) -> str:
+    """The text of a record. Half a surrogate pair is no text: no tokenizer takes it."""
+    values = record if isinstance(record, Mapping) else {}
+    field = next((field for field in fields if values.get(field) is not None), "")
+    text = values.get(field)
+    if field == LINES and isinstance(text, list) and all(isinstance(line, str) for line in text):
+        text = "\n".join(text)
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = None
+    if not isinstance(text, str):
+        names = " or ".join(map(repr, fields))
+        raise ConfigError(
+            f"{where} with a string in {names}; mend it, or name another field as data.text_field"
+        )
+    return text
+
+
+def is_held_out(document: str, share: float) -> bool:
+    """Whether a document is among the ``share`` that is kept for validation.
+
+    Its text decides, so that a document is on the same side in every file and however often.
+    """
+    if not share:
+        return False
+    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def training_documents(s: TrainSettings, names: Sequence[str] = ()) -> Iterator[str]:
+    """The documents to train on, of the sources ``names`` (all, if there are none given)."""
+    sources = {source.name: source for source in find_sources(s)}
+    for name in names or sources:
+        if name not in sources:
+            raise ConfigError(f"tokenizer.train_on names {name!r}; there are {list(sources)}")
+        for path in sources[name].files:
+            for document in read_documents(path, sources[name].fields):
+                if not is_held_out(document, s.data.validation_split):
+                    yield document
