@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ def fingerprint(
     """Everything that decides the updates, under the names of the settings, as plain values."""
     found: dict[str, Any] = {
         "seed": s.seed,
-        "model": s.model if isinstance(s.model, str) else "by its fields",
+        "model": _model_name(s),
         "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16],
         "tokenizer.separator": s.tokenizer.separator,
         "data.sequence_length": s.data.sequence_length,
@@ -48,6 +49,16 @@ def fingerprint(
         found |= {f"distill.{k}": v for k, v in asdict(s.distill).items()}
     found |= dict(flat("model", config.to_hf()))
     return found
+
+
+def _model_name(s: TrainSettings) -> str:
+    """A folder beside the run's is told from there, so that both may be moved together."""
+    if not isinstance(s.model, str):
+        return "by its fields"
+    model, around = Path(s.model).absolute(), Path(s.output_dir).absolute().parent
+    if s.continues and model.is_dir() and around in model.parents:
+        return os.path.relpath(model, s.output_dir)
+    return s.model
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
