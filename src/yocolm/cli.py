@@ -26,6 +26,7 @@ from yocolm.cli_arguments import (
     whole,
 )
 from yocolm.cli_bench_arguments import add_bench
+from yocolm.cli_convert_arguments import add_convert
 from yocolm.cli_eval_arguments import add_eval
 from yocolm.cli_simulate_arguments import add_simulate
 from yocolm.errors import YocolmError
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_train(commands)
     add_eval(commands)
-    _add_convert(commands)
+    add_convert(commands)
     _add_info(commands)
     add_bench(commands)
     add_simulate(commands)
@@ -241,17 +242,6 @@ def _add_train(commands: _Commands) -> None:
         metavar="KEY=VALUE",
         help="change a setting, such as train.steps=100",
     )
-
-
-def _add_convert(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "convert",
-        help="write the native form of an authors' checkpoint",
-        description="Convert params.json + checkpoint.pth to a Hugging Face folder, without loss.",
-    )
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder to read")
-    parser.add_argument("destination", type=Path, metavar="DST", help="folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
 
 
 def _add_info(commands: _Commands) -> None:

@@ -36,11 +36,13 @@ NO_TORCH = (
     "yocolm.engine.prefix_check yocolm.engine.swap_space yocolm.engine.swap_file "
     "yocolm.engine.setup yocolm.engine.steps yocolm.engine.hardware yocolm.engine.forecast "
     "yocolm.engine.setup yocolm.engine.trace yocolm.engine.simulate yocolm.bench.simulated "
-    "yocolm.bench.goodput yocolm.bench.capacity yocolm.cli_simulate yocolm.train.settings"
+    "yocolm.bench.goodput yocolm.bench.capacity yocolm.cli_simulate yocolm.train.settings "
+    "yocolm.train.parsing yocolm.train.checks yocolm.eval.words"
 ).split()
 # Imported where they are used: optional packages, and those that few need and that load slowly.
 OPTIONAL = re.compile(
-    r"(llguidance|tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard)\b"
+    r"(llguidance|tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard|wandb|"
+    r"datasets|pyarrow|lm_eval|matplotlib|gguf|transformers)\b"
 )
 FAMILIES = re.compile(r"yoco(?!lm)|llama|gemma", re.IGNORECASE)
 
