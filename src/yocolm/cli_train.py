@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from yocolm.train import trainer
+from yocolm.train.settings import load_settings
+from yocolm.train.stages import train
 
 
 def run(arguments: argparse.Namespace) -> int:
-    trainer.main(str(arguments.config), arguments.overrides)
+    train(load_settings(arguments.config, arguments.overrides))
     return 0
