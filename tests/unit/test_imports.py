@@ -42,7 +42,7 @@ NO_TORCH = (
 # Imported where they are used: optional packages, and those that few need and that load slowly.
 OPTIONAL = re.compile(
     r"(llguidance|tiktoken|huggingface_hub|tensorboard|torch\.utils\.tensorboard|wandb|"
-    r"datasets|pyarrow|lm_eval|matplotlib|gguf|transformers)\b"
+    r"datasets|pyarrow|lm_eval|matplotlib|gguf|accelerate|transformers)\b"
 )
 FAMILIES = re.compile(r"yoco(?!lm)|llama|gemma", re.IGNORECASE)
 
