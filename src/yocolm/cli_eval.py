@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from yocolm.eval.perplexity import Perplexity, perplexity
+from yocolm.eval.report import HTML_FILE, PNG_FILE, Report
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,6 +47,20 @@ def counter(what: str) -> Callable[[int, int], None] | None:
         print(f"{done:,}/{total:,} {what}", end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+def show(report: Report, arguments: argparse.Namespace) -> int:
+    """Print a report and write its files, as ``--json`` and ``--output`` say."""
+    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.text())
+    if arguments.output is not None:
+        written = report.write(arguments.output)
+        print(f"wrote {', '.join(map(str, written))}", file=sys.stderr)
+        if arguments.output / PNG_FILE not in written:
+            print(
+                f"{PNG_FILE} needs matplotlib (pip install matplotlib); {HTML_FILE} has the same",
+                file=sys.stderr,
+            )
+    return 0
 
 
 def _table(model: str, result: Perplexity) -> str:

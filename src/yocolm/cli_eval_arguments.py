@@ -16,6 +16,7 @@ from yocolm.cli_arguments import (
 )
 from yocolm.eval.words import KEY_LISTS, TEMPLATES
 
+HEADER = "==> {path} <=="  # before each file of a folder, as `head` writes it
 _Commands = argparse._SubParsersAction  # noqa: SLF001  (argparse has no public name for it)
 
 
@@ -71,6 +72,12 @@ def _add_nll(kinds: _Commands) -> None:
     )
     nll.add_argument(
         "--shuffle", type=int, metavar="SEED", help="a folder's files in a seeded random order"
+    )
+    nll.add_argument(
+        "--header",
+        default=HEADER,
+        metavar="TEXT",
+        help="line before each file of a folder (default: '%(default)s')",
     )
     nll.add_argument(
         "--length", type=size, default=1024**2, metavar="N", help="tokens a document (default: 1M)"

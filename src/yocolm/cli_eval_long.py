@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
-from yocolm.cli_eval import counter
+from yocolm.cli_eval import counter, show
 from yocolm.engine.llm import LLM
 from yocolm.eval.asking import Words, beyond_context, default_lengths, open_llm
 from yocolm.eval.haystack import Haystack
 from yocolm.eval.needle import NeedlePlan, evaluate_needles, needle_report
-from yocolm.eval.report import HTML_FILE, PNG_FILE, Report
+from yocolm.eval.report import Report
 from yocolm.tokenizer import Tokenizer
 
 
 def run(arguments: argparse.Namespace) -> int:
     lengths = arguments.lengths or default_lengths(arguments.model)
     return show(_RUNS[arguments.kind](arguments, lengths), arguments)
-
-
-def show(report: Report, arguments: argparse.Namespace) -> int:
-    """Print a report and write its files, as ``--json`` and ``--output`` say."""
-    print(json.dumps(report.to_json(), indent=1) if arguments.json else report.text())
-    if arguments.output is not None:
-        written = report.write(arguments.output)
-        print(f"wrote {', '.join(map(str, written))}", file=sys.stderr)
-        if arguments.output / PNG_FILE not in written:
-            print(
-                f"{PNG_FILE} needs matplotlib (pip install matplotlib); {HTML_FILE} has the same",
-                file=sys.stderr,
-            )
-    return 0
 
 
 def _needle(arguments: argparse.Namespace, lengths: list[int]) -> Report:

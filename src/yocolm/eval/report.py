@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yocolm.eval.report_html import page
+from yocolm.eval.report_html import page, shown
 from yocolm.eval.report_png import draw
 
 JSON_FILE, HTML_FILE, PNG_FILE = "report.json", "report.html", "report.png"
@@ -50,12 +50,7 @@ class Grid:
             [name, *(percent(value) for value in row)]
             for name, row in zip(self.rows, self.values, strict=True)
         ]
-        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in [head, *body]
-        ]
-        return "\n".join([self.title, *lines])
+        return f"{self.title}\n{_columns([head, *body])}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +92,10 @@ class Report:
         """For a terminal."""
         parts = [f"{self.kind} of {self.model}: {self.headline}"]
         parts += [grid.text() for grid in self.grids]
+        if self.curves and self.cells:
+            names = list(self.cells[0])
+            rows = [[shown(cell[name]) for name in names] for cell in self.cells]
+            parts.append(_columns([[name.replace("_", " ") for name in names], *rows]))
         parts += [f"note: {note}" for note in self.notes]
         return "\n\n".join(parts)
 
@@ -110,6 +109,14 @@ class Report:
         if draw(self, folder / PNG_FILE):
             written.append(folder / PNG_FILE)
         return written
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def mean(scores: Sequence[float]) -> float | None:
