@@ -11,6 +11,8 @@ from typing import Any
 from yocolm.bench.offline import measure_offline, offline_table
 from yocolm.bench.op_cases import all_cases
 from yocolm.bench.ops import measure_ops, ops_table
+from yocolm.bench.paper_report import html_report, plot, text_report
+from yocolm.bench.paper_run import Options, run_paper
 from yocolm.bench.peers import PeerSpec, Workload, measure_peers, peer_spec, peers_table
 from yocolm.bench.report import machine, plot_peers, pyplot, save_json
 from yocolm.bench.serving import Sweep, measure_serving
@@ -39,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return {
         "ops": _ops,
         "offline": _offline,
+        "paper": _paper,
         "peers": _peers,
         "serving": _serving,
     }[arguments.kind](arguments)
@@ -134,6 +137,41 @@ def _trace(arguments: argparse.Namespace) -> tuple[Trace, str]:
     if arguments.request_rate is not None:
         name += f", {arguments.request_rate:g} requests/s"
     return trace, name
+
+
+def _paper(arguments: argparse.Namespace) -> int:
+    for path in (arguments.json, arguments.html, arguments.plot):
+        _check_output(path)
+    if arguments.plot is not None:
+        pyplot()
+    options = Options(
+        pair=arguments.pair,
+        hardware=arguments.hardware,
+        lengths=tuple(arguments.lengths),
+        check=arguments.check_pair if arguments.check else None,
+        check_lengths=tuple(arguments.check_lengths),
+        dtype=arguments.dtype,
+        batch=arguments.batch,
+        chunk=arguments.max_num_batched_tokens,
+        generate=arguments.generate,
+        budget=arguments.budget,
+        repeats=arguments.repeats,
+        threads=arguments.threads,
+    )
+    result = run_paper(options, _say)
+    _finish(result, text_report(result), arguments.json)
+    if arguments.html is not None:
+        arguments.html.write_text(html_report(result), encoding="utf-8")
+        _say(f"wrote {arguments.html}")
+    if arguments.plot is not None:
+        plot(result, arguments.plot)
+    failed = any(
+        cell["errors"]
+        for study in result["studies"]
+        for row in study["rows"]
+        for cell in row["models"].values()
+    )
+    return 1 if failed else 0
 
 
 def _peers(arguments: argparse.Namespace) -> int:

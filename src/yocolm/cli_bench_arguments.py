@@ -44,6 +44,7 @@ def add_bench(commands: Commands) -> None:
     _add_measuring(offline)
     _add_bench_peers(kinds)
     _add_bench_serving(kinds)
+    _add_bench_paper(kinds)
 
 
 def _add_bench_peers(kinds: Commands) -> None:
@@ -147,6 +148,82 @@ def _add_serving_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
+    )
+
+
+def _add_bench_paper(kinds: Commands) -> None:
+    parser = kinds.add_parser(
+        "paper",
+        help="the paper's efficiency study: YOCO beside its Transformer twin",
+        description="Memory by part, time to the first token and throughput of a YOCO and its "
+        "Transformer twin over context lengths, with the ratios of the paper (arXiv 2405.05254) "
+        "beside them. Every number says whether it was measured or predicted by the cost model. "
+        "On --hardware other than 'here' all of the pair is predicted, and a small pair is "
+        "measured on this machine, as far as --budget allows, to show how good predictions are. "
+        "Exits with 1 if a measurement failed.",
+    )
+    what = parser.add_argument_group("study")
+    what.add_argument(
+        "--pair", default="3B", metavar="NAME", help="a YOCO preset, 'bundled', or a folder"
+    )
+    what.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME",
+        help="h100, h200, epyc-2core, a file, or 'here': this machine, measured where it fits",
+    )
+    what.add_argument(
+        "--lengths",
+        type=sizes,
+        default=[size * 1024 for size in (32, 64, 128, 256, 512, 1024)],
+        metavar="NS",
+        help="prompt and generated tokens (default: 32K,64K,128K,256K,512K,1M)",
+    )
+    what.add_argument(
+        "--generate",
+        type=size,
+        default=1024,
+        metavar="N",
+        help="tokens of each length, 1/32 of it at most (default: 1024)",
+    )
+    what.add_argument(
+        "--batch", type=size, default=1, metavar="N", help="sequences, at equal batch (default: 1)"
+    )
+    what.add_argument(
+        "--max-num-batched-tokens", type=size, default=2048, metavar="N", help="tokens a step"
+    )
+    what.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
+    here = parser.add_argument_group("measuring on this machine")
+    here.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure --check-pair where the hardware is another machine",
+    )
+    here.add_argument("--check-pair", default="160M", metavar="NAME", help="(default: 160M)")
+    here.add_argument(
+        "--check-lengths",
+        type=sizes,
+        default=[size * 1024 for size in (2, 4, 8, 16, 32)],
+        metavar="NS",
+        help="(default: 2K,4K,8K,16K,32K)",
+    )
+    here.add_argument(
+        "--budget",
+        type=positive,
+        default=20.0,
+        metavar="S",
+        help="what is predicted to take longer is not measured (default: 20)",
+    )
+    here.add_argument(
+        "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
+    )
+    here.add_argument("--repeats", type=size, default=1, metavar="N", help="rounds (default: 1)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="save every number")
+    output.add_argument("--html", type=Path, metavar="FILE", help="save a report as one file")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="save plots as PNG (needs matplotlib)"
     )
 
 
