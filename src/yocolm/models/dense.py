@@ -16,7 +16,7 @@ from yocolm.ops.block_attention import (
     cut_rows,
     token_pairs,
 )
-from yocolm.ops.blocks import Blocks, cut_blocks
+from yocolm.ops.blocks import Blocks, Classes, by_length, cut_blocks
 from yocolm.ops.heads import KeyForm, finish_kv
 from yocolm.ops.retention import retention_chunkwise
 
@@ -77,8 +77,17 @@ class DenseState:
     def retain(
         self, store: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, batch: Batch
     ) -> Tensor:
-        blocks = cut_chunks(batch, self.chunk_size)
-        return retention_chunkwise(q, k, v, log_decay, blocks)[0]
+        size, device = self.chunk_size, q.device
+
+        def plan() -> Classes[Blocks]:
+            classes = by_length(batch.lengths, size, device)
+            return classes.map(lambda some: cut_blocks(some, min(size, max(some)), device))
+
+        def form(blocks: Blocks, *tensors: Tensor) -> Tensor:
+            q, k, v, log_decay = tensors
+            return retention_chunkwise(q, k, v, log_decay, blocks)[0]
+
+        return batch.memo(("retention", size), plan).apply(form, q, k, v, log_decay)
 
     def commit(self, accepted: Tensor | None = None) -> None:
         pass

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yocolm.ops.blocks import cut_blocks
+from yocolm.ops.blocks import by_length, cut_blocks
 
 
 def attention_reference(
@@ -57,11 +57,17 @@ def causal_attention(
     """Causal attention of whole packed sequences; differentiable, linear memory if K = V.
 
     q is [T, H, K], k [T, G, K], v [T, G, V], sequences of ``lengths`` tokens one after another.
-    Uneven sequences are padded to the longest, behind their end, where causality hides the padding.
     """
     longest = max(lengths, default=0)
     if longest == 0:
         return v.new_zeros(0, q.shape[1], v.shape[2])
+    classes = by_length(lengths, longest, q.device)
+    return classes.apply(lambda some, q, k, v: _padded(q, k, v, some, scale), q, k, v)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+    """Sequences are padded to the longest, behind their end, where causality hides the padding."""
+    longest = max(lengths)
     even = all(length == longest for length in lengths)
     if even:
         q, k, v = (x.unflatten(0, (-1, longest)) for x in (q, k, v))
@@ -79,12 +85,27 @@ def window_attention(
 ) -> Tensor:
     """Sliding-window attention of whole packed sequences; differentiable, linear memory.
 
-    Arguments as in ``causal_attention``. Sequences are cut into blocks of ``window`` tokens; the
-    queries of a block need its own keys and those of the block before. Work and memory are
-    O(T * window).
+    Arguments as in ``causal_attention``. Work and memory are O(T * window).
     """
     if max(lengths, default=0) <= window:
         return causal_attention(q, k, v, lengths, scale)
+    classes = by_length(lengths, window, q.device)
+
+    def form(some: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if max(some) > window:
+            return _band(q, k, v, some, window, scale)
+        return _padded(q, k, v, some, scale)
+
+    return classes.apply(form, q, k, v)
+
+
+def _band(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int, scale: float | None
+) -> Tensor:
+    """Sequences are cut into blocks of ``window`` tokens.
+
+    The queries of a block need its own keys and those of the block before.
+    """
     blocks = cut_blocks(lengths, window, q.device)
     qb, kb, vb = (blocks.spread(x).transpose(1, 2) for x in (q, k, v))
     first = blocks.level_sizes[0]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+Plan = TypeVar("Plan")
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,7 @@ def cut_blocks(lengths: list[int], size: int, device: torch.device | str = "cpu"
     order = torch.argsort(counts, descending=True, stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(lengths))
-    levels = int(counts.max()) if lengths else 0
-    level_sizes = (counts[:, None] > torch.arange(levels)).sum(0)
+    level_sizes = torch.bincount(counts).flip(0).cumsum(0).flip(0)[1:]  # how many have so many
     level_start = level_sizes.cumsum(0) - level_sizes
 
     total = int(lens.sum())
@@ -71,3 +75,55 @@ def cut_blocks(lengths: list[int], size: int, device: torch.device | str = "cpu"
         level_starts=level_start.to(device),
         level_sizes=tuple(level_sizes.tolist()),
     )
+
+
+@dataclass(frozen=True)
+class Classes(Generic[Plan]):
+    """Packed sequences in classes of about one length, so that little is padded.
+
+    Each has a plan, such as the ``Blocks`` of its sequences, and the ``rows`` of their tokens,
+    int64. ``order`` [T] int64 is where a token lies once the classes are laid out one by one.
+    """
+
+    plans: list[Plan]
+    rows: list[Tensor]
+    order: Tensor
+
+    def map(self, build: Callable[[Plan], Other]) -> Classes[Other]:
+        """The same classes with other plans."""
+        return Classes([build(plan) for plan in self.plans], self.rows, self.order)
+
+    def apply(self, form: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``form(plan, *tensors)`` of every class's part of the tensors [T, ...], put together.
+
+        What is all one class is passed on as it is.
+        """
+        if len(self.plans) == 1:
+            return form(self.plans[0], *tensors)
+        parts = [
+            form(plan, *(x.index_select(0, rows) for x in tensors))
+            for plan, rows in zip(self.plans, self.rows, strict=True)
+        ]
+        return torch.cat(parts).index_select(0, self.order)
+
+
+def by_length(lengths: list[int], size: int, device: torch.device | str) -> Classes[list[int]]:
+    """Classes that can be cut into blocks of ``size`` (of the longest, if that is shorter) with
+    less padding than there are tokens.
+
+    The first holds the sequences above half of ``size``; within each of the others, all are above
+    half of the longest. A class's plan is the lengths of its sequences; empty ones are in none.
+    """
+    lens = torch.tensor(lengths, dtype=torch.int64)
+    seq = torch.repeat_interleave(torch.arange(len(lens)), lens)
+    plans, rows = [], []
+    left, limit = lens > 0, min(size, max(lengths, default=0))
+    while limit:
+        chosen = left & (lens * 2 > limit)
+        if bool(chosen.any()):
+            plans.append(lens[chosen].tolist())
+            rows.append(torch.nonzero(chosen[seq]).squeeze(1))
+        left = left & ~chosen
+        limit = int((lens * left).max())
+    order = torch.cat([seq[:0], *rows]).argsort()
+    return Classes(plans, [some.to(device) for some in rows], order.to(device))
