@@ -14,6 +14,7 @@ from yocolm.cli_arguments import (
     sizes,
     whole,
 )
+from yocolm.cli_harness_arguments import add_harness
 from yocolm.eval.words import KEY_LISTS, TEMPLATES
 
 HEADER = "==> {path} <=="  # before each file of a folder, as `head` writes it
@@ -28,6 +29,7 @@ def add_eval(commands: _Commands) -> None:
     _add_needle(kinds)
     _add_multi_hop(kinds)
     _add_multi_turn(kinds)
+    add_harness(kinds)
 
 
 def _add_perplexity(kinds: _Commands) -> None:

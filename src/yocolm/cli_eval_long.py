@@ -7,9 +7,11 @@ import argparse
 from yocolm.cli_eval import counter, show
 from yocolm.engine.llm import LLM
 from yocolm.eval.asking import Words, beyond_context, default_lengths, open_llm
+from yocolm.eval.chains import TASKS, ChainPlan, chain_report, evaluate_chains
 from yocolm.eval.haystack import Haystack
 from yocolm.eval.needle import NeedlePlan, evaluate_needles, needle_report
 from yocolm.eval.report import Report
+from yocolm.eval.turns import TurnPlan, evaluate_turns, turn_report
 from yocolm.tokenizer import Tokenizer
 
 
@@ -34,6 +36,36 @@ def _needle(arguments: argparse.Namespace, lengths: list[int]) -> Report:
     done = evaluate_needles(llm, tokenizer, haystack, plan, words, counter("questions"))
     notes = _notes(arguments, haystack, lengths)
     return needle_report(arguments.model, plan, words, *done, notes)
+
+
+def _multi_hop(arguments: argparse.Namespace, lengths: list[int]) -> Report:
+    plan = ChainPlan(
+        lengths,
+        TASKS if arguments.task == "all" else (arguments.task,),
+        arguments.hops,
+        arguments.chains,
+        arguments.shuffle,
+        arguments.runs,
+        arguments.seed,
+    )
+    words = _words(arguments, link=arguments.link)
+    llm, tokenizer = _open(arguments, lengths)
+    haystack = Haystack.from_files(arguments.files, tokenizer)
+    done = evaluate_chains(llm, tokenizer, haystack, plan, words, counter("questions"))
+    notes = _notes(arguments, haystack, lengths)
+    return chain_report(arguments.model, plan, words, *done, notes)
+
+
+def _multi_turn(arguments: argparse.Namespace, lengths: list[int]) -> Report:
+    plan = TurnPlan(
+        lengths, arguments.turns, arguments.true_answers, arguments.runs, arguments.seed
+    )
+    words = _words(arguments)
+    llm, tokenizer = _open(arguments, lengths)
+    haystack = Haystack.from_files(arguments.files, tokenizer)
+    done = evaluate_turns(llm, tokenizer, haystack, plan, words, counter("questions"))
+    notes = _notes(arguments, haystack, lengths)
+    return turn_report(arguments.model, plan, words, *done, notes)
 
 
 def _words(arguments: argparse.Namespace, **own: str | None) -> Words:
@@ -70,4 +102,4 @@ def _notes(arguments: argparse.Namespace, haystack: Haystack, lengths: list[int]
     return notes
 
 
-_RUNS = {"needle": _needle}
+_RUNS = {"needle": _needle, "multi-hop": _multi_hop, "multi-turn": _multi_turn}

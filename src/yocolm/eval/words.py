@@ -79,7 +79,8 @@ _NOUNS = (
 
 def _codes(count: int) -> tuple[str, ...]:
     """Different words of five consonants, always the same ones."""
-    rng, codes = random.Random(0), dict[str, None]()
+    rng = random.Random(0)
+    codes: dict[str, None] = {}
     while len(codes) < count:
         codes["".join(rng.choices("BDFGKLMNPRSTVXZ", k=5))] = None
     return tuple(codes)
