@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from yocolm.config import LlamaConfig, parse_config
-from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
+from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError, YocolmError
+from yocolm.fields import read_json, write_json
 from yocolm.models.authors import Conversion
 from yocolm.models.layouts import weight_layout
 from yocolm.models.tensor_files import write_tensors
 from yocolm.models.weights import DEFAULT_SHARD_BYTES, check_tensors, write_configs
+from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -36,7 +40,7 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
     try:
         import accelerate  # noqa: F401  (both: transformers needs them for such files)
         import gguf  # noqa: F401
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise MissingDependencyError(
             f"reading {src} needs transformers, gguf and accelerate: "
@@ -44,17 +48,16 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
         ) from error
     where = {"pretrained_model_name_or_path": str(src.parent), "gguf_file": src.name}
     try:
-        fields = AutoConfig.from_pretrained(**where).to_dict()
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
-        raise ConfigError(f"{src}: transformers cannot read this file: {error}") from error
-    if fields.get("model_type") != LlamaConfig.model_type:
-        raise ConfigError(
-            f"{src} is of type {fields.get('model_type')}; only Llama-style GGUF files are read"
+        fields = json.loads(AutoConfig.from_pretrained(**where).to_json_string(use_diff=False))
+        config = _supported(fields, src)  # or refuse before the work
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=dtype or torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-    config = parse_config(json.loads(json.dumps(fields, default=str)))  # refuses before the work
-    assert isinstance(config, LlamaConfig)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except YocolmError:
+        raise
+    except (ValueError, LookupError, NotImplementedError, OSError, struct.error) as error:
+        raise CheckpointError(f"transformers cannot read {src}: {error}") from error
     state = model.state_dict()  # transformers itself would not save what was quantised
     check_tensors(config, {name: tuple(state[name].shape) for name in state}, str(src))
     names = [part.name for parts in weight_layout(config).values() for part in parts]
@@ -63,7 +66,34 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
     write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
     write_configs(dst, config, model.dtype)
     tokenizer.save_pretrained(dst)
+    _drop_foreign_tokens(dst, config.vocab_size)
     return Conversion(config, len(names), None)
+
+
+def _supported(fields: dict[str, Any], path: Path) -> LlamaConfig:
+    kind = fields.get("model_type")
+    if kind != LlamaConfig.model_type:
+        raise ConfigError(f"{path} is of type {kind}; only Llama-style GGUF files are read")
+    config = parse_config(fields)
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+def _drop_foreign_tokens(folder: Path, vocab_size: int) -> None:
+    """Special tokens that the file has not, but transformers' tokenizer classes add of their own.
+
+    The model has no embeddings for them.
+    """
+    tokens = read_json(folder / TOKENIZER_FILE)
+    added = tokens.get("added_tokens", [])
+    foreign = [token["content"] for token in added if token["id"] >= vocab_size]
+    if not foreign:
+        return
+    tokens["added_tokens"] = [token for token in added if token["content"] not in foreign]
+    write_json(folder / TOKENIZER_FILE, tokens)
+    fields = read_json(folder / TOKENIZER_CONFIG_FILE)
+    kept = {name: value for name, value in fields.items() if value not in foreign}
+    write_json(folder / TOKENIZER_CONFIG_FILE, kept)
 
 
 def _check_file(path: Path) -> None:
