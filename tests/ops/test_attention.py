@@ -111,6 +111,24 @@ def test_window(lengths: tuple[int, ...], window: int, heads: tuple[int, int], d
     assert_same(actual, expected, OPS[dtype])
 
 
+UNEVEN = (40, 3, 0, 1, 19, 20, 21, 2, 5, 40, 7, 1, 33)
+
+
+@pytest.mark.parametrize("order", ["given", "ascending", "descending"])
+@pytest.mark.parametrize("window", [0, 1, 4, 20, 39, 40])
+def test_many_uneven_sequences(window: int, order: str) -> None:
+    """Classes of all sizes, in any order; outputs and gradients."""
+    lengths = UNEVEN if order == "given" else tuple(sorted(UNEVEN, reverse=order == "descending"))
+    qkv = make_qkv(lengths)
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if window:
+            return window_attention(q, k, v, list(lengths), window)
+        return causal_attention(q, k, v, list(lengths))
+
+    assert_same(results(form, qkv), results(reference(lengths, window=window), qkv), OPS["float64"])
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
 def test_window_at_every_offset(window: int) -> None:
     """Weights read off one-hot values, for all lengths around the window, alone and together."""

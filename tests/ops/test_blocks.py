@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packed import places
-from yocolm.ops.blocks import cut_blocks
+from yocolm.ops.blocks import by_length, cut_blocks
 
 PACKS = st.lists(st.integers(0, 30), max_size=6)
 SIZES = st.integers(1, 12)
@@ -60,3 +60,36 @@ def test_one_sequence_of_whole_blocks_is_not_copied(lengths: list[int]) -> None:
     blocks = cut_blocks(lengths, 4)
     assert blocks.spread(x).data_ptr() == x.data_ptr()
     assert blocks.pack(blocks.spread(x)).data_ptr() == x.data_ptr()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 300))
+def test_classes_of_about_one_length_pad_little(lengths: list[int], size: int) -> None:
+    classes = by_length(lengths, size, "cpu")
+    total = sum(lengths)
+    padded = 0
+    for some in classes.plans:
+        assert all(some)
+        block = min(size, max(some))
+        padded += sum(-(-length // block) * block for length in some)
+    assert padded < 2 * total or padded == total == 0
+    assert sorted(torch.cat([torch.zeros(0), *classes.rows]).tolist()) == list(range(total))
+    seqs, positions = places(lengths)
+    for some, rows in zip(classes.plans, classes.rows, strict=True):
+        assert torch.equal(positions[rows], places(some)[1]), "whole sequences, in their order"
+        assert [lengths[seq] for seq in seqs[rows].unique_consecutive().tolist()] == some
+
+
+def test_classes_are_put_together_in_the_old_order() -> None:
+    lengths = [9, 1, 0, 4, 10, 2]
+    x = torch.randn(sum(lengths), 3)
+    seen: list[list[int]] = []
+
+    def form(some: list[int], y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        seen.append(some)
+        assert torch.equal(z, -y) and len(y) == sum(some)
+        return y * 2
+
+    assert torch.equal(by_length(lengths, 10, "cpu").apply(form, x, -x), x * 2)
+    assert seen == [[9, 10], [4], [2], [1]]
+    assert torch.equal(by_length([6, 6], 4, "cpu").map(sum).apply(lambda n, y: y * n, x), x * 12)

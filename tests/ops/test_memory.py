@@ -51,6 +51,34 @@ def test_window_attention() -> None:
     assert largest(lambda q, k, v: window_attention(q, k, v, [TOKENS], WINDOW)) <= 2 * INPUT
 
 
+UNEVEN = [2000, 1, 1000, *[3] * 200, 90, 0, *[17] * 20, 65]
+TOTAL = sum(UNEVEN)
+
+
+def of_uneven(form: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+    """The largest tensor beside one of all tokens' vectors, which is 1; padding counts."""
+    return largest(form, TOTAL) / (TOTAL * HEADS * DIM)
+
+
+def test_uneven_sequences_are_padded_by_less_than_their_tokens() -> None:
+    assert of_uneven(lambda q, k, v: causal_attention(q, k, v, UNEVEN)) < 2
+    windowed = of_uneven(lambda q, k, v: window_attention(q, k, v, UNEVEN, 256))
+    assert windowed < 4, "each block's keys beside those of the block before it"
+
+
+def test_retention_of_uneven_sequences() -> None:
+    """Scores within blocks and a state a sequence, each of less than twice as many tokens."""
+    size, batch = 128, Batch.packed(torch.zeros(TOTAL), UNEVEN)
+
+    def retain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return DenseState(size).retain(0, q, k, v, -q[..., 0].abs(), batch)
+
+    largest_scores = largest(retain, TOTAL)
+    assert largest_scores <= max(2 * TOTAL * HEADS * size, len(UNEVEN) * HEADS * DIM * DIM)
+    padded = sum(-(-length // size) for length in UNEVEN) * size  # were all blocks of one size
+    assert largest_scores < 0.3 * padded * HEADS * size
+
+
 def test_gated_retention() -> None:
     def retain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gated_retention(q, k, v, -q[..., 0].abs(), [TOKENS])[0]
