@@ -14,10 +14,10 @@ from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learn
 from yocolm.train.settings import OptimSettings
 
 SMALL_OR_STACKED = r"\.altup\.(router|prediction|correction)\.|\.router\.proj\.|\.experts\."
-BASE = OptimSettings(steps=110, warmup_steps=10, final_ratio=0.1, decay_fraction=0.2)
+BASE = OptimSettings(steps=110, warmup_steps=10, final_ratio=0.1, decay_fraction=0.2, power=2.5)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant", "wsd"])
 def test_every_schedule_warms_up_to_its_peak(schedule: str) -> None:
     s = replace(BASE, schedule=schedule)
     assert learning_rate_factor(0, s) == pytest.approx(0.1)  # never a step at 0
@@ -33,6 +33,9 @@ def test_every_schedule_warms_up_to_its_peak(schedule: str) -> None:
         ("linear", 60, 0.55),
         ("linear", 85, 0.325),
         ("linear", 110, 0.1),
+        ("polynomial", 60, 0.1 + 0.9 * 0.5**2.5),
+        ("polynomial", 85, 0.1 + 0.9 * 0.25**2.5),
+        ("polynomial", 110, 0.1),
         ("constant", 110, 1.0),
         ("wsd", 60, 1.0),
         ("wsd", 90, 1.0),
@@ -44,7 +47,13 @@ def test_schedules(schedule: str, step: int, expected: float) -> None:
     assert learning_rate_factor(step, replace(BASE, schedule=schedule)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_polynomial_of_power_1_is_linear() -> None:
+    for step in range(0, 130, 7):
+        linear = learning_rate_factor(step, replace(BASE, schedule="linear"))
+        assert linear == learning_rate_factor(step, replace(BASE, schedule="polynomial", power=1.0))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "wsd"])
 def test_no_schedule_leaves_its_bounds(schedule: str) -> None:
     s = replace(BASE, schedule=schedule)
     after = [learning_rate_factor(step, s) for step in range(10, 130)]

@@ -28,6 +28,8 @@ from yocolm.train.settings import (
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 GONE = object()
+STAGE = {"sequence_length": 32, "tokens": 640}
+NOTHING = {"sea": 0, "shore": 0}
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     *parents, last = path.split(".")
     target = result
     for parent in parents:
-        target = target[parent]
+        target = target.setdefault(parent, {})
     if value is GONE:
         del target[last]
     else:
@@ -97,6 +99,19 @@ def test_unknown_and_missing_keys(key: str, value: Any, message: str) -> None:
         ("data.sources.sea.files", "x", "data.sources.sea.files is 'x'; it must be of type list"),
         ("data.validation", [3], "data.validation is [3]; it must be a list of strings"),
         ("tokenizer.train_on", ["sea", 1], "tokenizer.train_on is ['sea', 1]; it must be a list"),
+        ("train.steps", "1.5e0", "train.steps is '1.5e0'; it must be of type int"),
+        ("train.steps", "inf", "train.steps is 'inf'; it must be of type int"),
+        ("train.wandb", True, "train.wandb is True; it must be of type str"),
+        ("data.weights", ["sea"], "data.weights must hold keys and values (a mapping), not a list"),
+        ("data.weights", {"sea": "x"}, "data.weights.sea is 'x'; it must be a number"),
+        ("stages", {"tokens": 3}, "stages is {'tokens': 3}; it must be of type list"),
+        ("stages", [3], "stages.0 must hold keys and values (a mapping), not 3"),
+        ("stages", [STAGE, {"tokens": 3}], "stages.1: the key 'sequence_length' is missing"),
+        ("stages", [{**STAGE, "length": 3}], "stages.0: unknown key 'length'; known are sequence"),
+        ("stages", [{**STAGE, "tokens": "4k"}], "stages.0.tokens is '4k'; it must be of type int"),
+        ("stages", [{**STAGE, "weights": {"sea": []}}], "stages.0.weights.sea is []; it must be"),
+        ("distill", {"weight": 1}, "distill: the key 'teacher' is missing"),
+        ("distill", "bundled", "distill must hold keys and values (a mapping), not 'bundled'"),
     ],
 )
 def test_wrong_types(key: str, value: Any, message: str) -> None:
@@ -133,6 +148,28 @@ def test_wrong_types(key: str, value: Any, message: str) -> None:
         ("tokenizer.vocab_size", 256, "tokenizer.vocab_size is 256; it must be at least 257"),
         ("tokenizer.path", GONE, "tokenizer.path is missing; name a tokenizer.json"),
         ("seed", -1, "seed is -1; it must be at least 0"),
+        ("rope_theta", 0, "rope_theta is 0.0; it must be above 0"),
+        ("train.power", 0, "train.power is 0.0; it must be above 0"),
+        ("train.peak_flops", 0, "train.peak_flops is 0.0; it must be above 0"),
+        ("train.steps", GONE, "the key 'steps' is missing; give it, or a list of stages"),
+        ("parallel.strategy", "tp", "parallel.strategy is 'tp'; it must be one of auto, ddp, fsdp"),
+        ("parallel.shard_size", 0, "parallel.shard_size is 0; it must be above 0"),
+        ("data.folder", "there", "data.folder is 'there', but data.sources are given too"),
+        ("data.validation_split", 1, "data.validation_split is 1.0; it must be at least 0 and"),
+        ("data.validation_split", 0.1, "data.validation_split is 0.1, but data.validation names"),
+        ("data.weights", {"land": 1}, "data.weights names 'land', which is not in data.sources"),
+        ("data.weights", {"sea": -1}, "data.weights.sea is -1.0; it must be at least 0"),
+        ("data.weights", {"sea": 0, "shore": 0}, "data.weights is 0 for every source; give one"),
+        ("stages", [STAGE], "train.steps is 6, but the tokens of the stages say how long each"),
+        ("stages", [{**STAGE, "tokens": 0}], "stages.0.tokens is 0; it must be above 0"),
+        ("stages", [{**STAGE, "rope_theta": -1}], "stages.0.rope_theta is -1.0; it must be above"),
+        ("stages", [{**STAGE, "warmup_steps": -1}], "stages.0.warmup_steps is -1; it must be at"),
+        ("stages", [STAGE, {**STAGE, "schedule": "x"}], "stages.1.schedule is 'x'; it must be one"),
+        ("stages", [{**STAGE, "weights": {"land": 1}}], "stages.0.weights names 'land', which"),
+        ("stages", [{**STAGE, "weights": NOTHING}], "stages.0.weights is 0 for every source"),
+        ("distill", {"teacher": "x", "weight": 2}, "distill.weight is 2.0; it must be from 0 to 1"),
+        ("distill", {"teacher": "x", "temperature": 0}, "distill.temperature is 0.0; it must be"),
+        ("distill", {"teacher": "x", "hidden_weight": -1}, "distill.hidden_weight is -1.0; it"),
     ],
 )
 def test_values_out_of_range(key: str, value: Any, message: str) -> None:
@@ -176,6 +213,22 @@ def test_overrides(tmp_path: Path) -> None:
     assert (s.train.steps, s.seed, s.train.learning_rate) == (9, 7, 2e-4)
     assert s.data.sources["shore"].weight == 0.5 and s.tokenizer.train_on == ["sea"]
     assert s.train.matrix_learning_rate is None and s.output_dir == "a=b"
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    given = changed("train.steps", GONE) | {"stages": [STAGE, {**STAGE, "tokens": "1.5e9"}]}
+    s = load_settings(write(tmp_path, yaml.safe_dump(given)), ["stages.0.tokens=6e9"])
+    assert [stage.tokens for stage in s.stages] == [6_000_000_000, 1_500_000_000]
+    assert all(isinstance(stage.tokens, int) for stage in s.stages)
+
+
+def test_overrides_of_members_of_a_list(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(changed("train.steps", GONE) | {"stages": [STAGE]}))
+    s = load_settings(path, ["stages.0.rope_theta=640e3", "data.sources.sea.files.0=x.txt"])
+    assert s.stages[0].rope_theta == 640_000.0 and s.data.sources["sea"].files == ["x.txt"]
+    for override, name in (("stages.1.tokens=3", "1"), ("stages.x=3", "x"), ("stages.-1=3", "-1")):
+        with pytest.raises(ConfigError, match=f"'{name}' names no member of a list of 1"):
+            load_settings(path, [override])
 
 
 def test_an_override_may_open_a_section(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def check_settings(s: TrainSettings) -> None:
         for name, value, bounds, holds in part(s):
             if not holds:
                 raise ConfigError(f"{name} is {value}; it must be {bounds}")
-    for check in (_check_data, _check_length, _check_weights):
+    for check in (_check_data, _check_weights, _check_length):
         check(s)
 
 
