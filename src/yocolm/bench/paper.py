@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from yocolm.bench.paper_reference import GENERATED, HARDWARE, PAIR, RATIOS
+from yocolm.bench.paper_reference import GENERATED, HARDWARE, HEADLINE, PAIR, RATIOS
 from yocolm.bench.simulated import Setup
 from yocolm.config import LlamaConfig, YocoConfig
 from yocolm.engine.cost import CostModel, StepLoad
@@ -39,6 +39,7 @@ class Study:
 
     hardware: of each side, as a calibration holds for one model.
     batch: sequences, for what is at equal batch; chunk: tokens of a step.
+    threads: of this machine's CPU; 0 for another machine.
     budget: seconds that a measurement may take by its prediction; 0 measures nothing.
     """
 
@@ -54,6 +55,7 @@ class Study:
     repeats: int = 1
     note: str = ""
     free_memory: int = 0
+    threads: int = 0
 
     @property
     def dtype_bytes(self) -> int:
@@ -104,6 +106,7 @@ class _Predicted:
                 rows=min(batch, max(1, tokens // prompt)),
                 sequences=min(batch, -(-tokens // prompt)),
                 dtype_bytes=size,
+                threads=study.threads,
             ),
         }
 
@@ -165,8 +168,19 @@ def run_study(
         "chunk": study.chunk,
         "note": study.note,
         "parameters": {side: sides[side].spec.num_params for side in SIDES},
+        "headline": _headline(rows) if study.beside_paper else [],
         "rows": rows,
     }
+
+
+def _headline(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures that the paper is known for, beside ours."""
+    known = {row["length"]: row["ratios"] for row in rows}
+    return [
+        {"what": what, "length": length, "paper": RATIOS[what][length], "ours": found}
+        for what, name, length in HEADLINE
+        if length in known and (found := known[length][name]) is not None
+    ]
 
 
 def _number(predicted: float) -> dict[str, Any]:

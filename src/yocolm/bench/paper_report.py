@@ -100,8 +100,19 @@ def tables(study: dict[str, Any]) -> list[Table]:
             throughput,
         ),
     ]
-    errors = _errors(study)
-    return [*found, errors] if errors[2] else found
+    return [one for one in (_headline(study), *found, _errors(study)) if one[2]]
+
+
+def _headline(study: dict[str, Any]) -> Table:
+    lines = [
+        [
+            f"{one['what']} at {length_text(one['length'])}",
+            _times(one["ours"]),
+            f"{one['paper']:g}x",
+        ]
+        for one in study["headline"]
+    ]
+    return ("How many times better YOCO is", ["", "here", "paper"], lines)
 
 
 def _throughput_row(row: dict[str, Any], length: str) -> list[str]:
@@ -306,20 +317,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
         lengths = [row["length"] for row in study["rows"]]
         for axis, (key, _, title, unit, factor) in zip(line, _METRICS, strict=False):
             for side, colour in zip(SIDES, ("tab:blue", "tab:orange"), strict=True):
-                axis.plot(*zip(*_series(study, side, key, factor), strict=True), color=colour)
                 known = _measured_only(study, side, key, factor)
-                axis.plot(
-                    *(zip(*known, strict=True) if known else ([], [])),
-                    "o",
-                    color=colour,
-                    label=f"{NAMES[side]} (dots: measured)" if known else NAMES[side],
-                )
+                name = f"{NAMES[side]} (dots: measured)" if known else f"{NAMES[side]}, predicted"
+                points = zip(*_series(study, side, key, factor), strict=True)
+                axis.plot(*points, color=colour, label=name)
+                if known:
+                    axis.plot(*zip(*known, strict=True), "o", color=colour)
             axis.set_title(f"{study['pair']} on {study['hardware']}: {title}\n{unit}")
-            _lengths_axis(axis, lengths, log=key != "total")
             axis.legend()
         _plot_ratios(line[3], study)
-        _lengths_axis(line[3], lengths, log=True)
-    figure.savefig(path, dpi=110)
+        for axis in line:
+            _style(axis, lengths, log=axis is not line[0], ticker=plt.matplotlib.ticker)
+    figure.savefig(path, dpi=110, format="png")
     plt.close(figure)
 
 
@@ -341,9 +350,12 @@ def _plot_ratios(axis: Any, study: dict[str, Any]) -> None:
     axis.legend()
 
 
-def _lengths_axis(axis: Any, lengths: Sequence[int], log: bool) -> None:
+def _style(axis: Any, lengths: Sequence[int], log: bool, ticker: Any) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [length_text(length) for length in lengths])
     if log:
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
     axis.grid(alpha=0.3)

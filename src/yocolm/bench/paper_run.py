@@ -125,6 +125,7 @@ def _on_this_machine(
         },
         budget=options.budget,
         free_memory=free,
+        threads=options.threads if process.device == "cpu" else 0,
         note=f"Measured by {options.threads} threads where predicted to take at most "
         f"{options.budget:g} s",
     )

@@ -1,9 +1,8 @@
 """What a step of the engine holds besides weights and state, from a configuration alone. No torch.
 
 The tensors that are alive at once where a layer holds most, in the lifetimes that the models'
-forward methods give them on the native kernels of the CPU. Kernels' own memory, a few MB a thread,
-is left out; what PyTorch's forms of the operations hold more of where there are no such kernels (of
-a prefill on CUDA, of gradients) is not counted.
+forward methods give them on the native kernels of the CPU. What PyTorch's forms of the operations
+hold more of where there are no such kernels (of a prefill on CUDA, of gradients) is not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from yocolm.config import LlamaConfig, RetentionConfig, YocoConfig
 
 _INTEGERS = 4 * 8  # bytes a token: its id, position, sequence, and its place in the pages
+_KERNELS = 1 << 20  # bytes that kernels keep for themselves, a thread, as measured
 _WIDE = 4  # bytes of what stays float32: tables of rotary angles, decays
 
 
@@ -21,6 +21,7 @@ def activation_bytes(
     rows: int = 1,
     sequences: int = 1,
     dtype_bytes: int = 2,
+    threads: int = 0,
 ) -> int:
     """Peak bytes of a step's activations.
 
@@ -28,6 +29,7 @@ def activation_bytes(
         tokens: of the step, through the first half; ``rows`` of them go through the second.
         sequences: that have tokens in the step.
         dtype_bytes: of a weight.
+        threads: of the CPU, each with some memory of its own.
     """
     if isinstance(config, YocoConfig):
         parts = _yoco(config, tokens, sequences, dtype_bytes)
@@ -40,7 +42,7 @@ def activation_bytes(
     read = rows * (7 * size + config.intermediate_size) * dtype_bytes
     logits = rows * config.vocab_size * (dtype_bytes + _WIDE)
     tables = tokens * (head_dim * _WIDE + _INTEGERS)
-    return tables + max(parts, tokens * size * dtype_bytes + read, logits)
+    return threads * _KERNELS + tables + max(parts, tokens * size * dtype_bytes + read, logits)
 
 
 def _yoco(config: YocoConfig, tokens: int, sequences: int, dtype_bytes: int) -> int:
