@@ -1,72 +1,249 @@
-"""Training checkpoints: written whole or not at all, resumed bit for bit."""
+"""Training checkpoints: written whole or not at all, for any number of ranks to go on from.
+
+A checkpoint is a folder ``step-N``: tensors in the format of ``torch.distributed.checkpoint``, to
+which every rank writes what it holds, and plain values in ``trainer.json``. It is written under
+another name and renamed when all ranks are done and all bytes are on the disk.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
 import shutil
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from yocolm.errors import CheckpointError
+from yocolm.train.distributed import Ranks
 
-_STATE = "trainer.pt"
+Tensors = dict[str, Tensor]
+
+_VALUES = "trainer.json"
+_METADATA = ".metadata"
+_OLD_STATE = "trainer.pt"  # of versions that trained in one process only
 _NAME = re.compile(r"step-(\d+)")
-KEYS = frozenset({"step", "fingerprint", "device", "model", "optimizers", "sampler"})
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+KEYS = frozenset({"step", "fingerprint", "device", "ranks", "sampler"})
+
+# What a checkpoint's index is made of; it is a pickle, and may hold nothing else.
+_INDEX_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
+_INDEX_NAMES = frozenset(
+    {
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+    }
+)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        plain = "." not in name
+        allowed = module in _INDEX_MODULES or (module, name) in _INDEX_NAMES
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if plain and (allowed or dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors alone, and no code that a checkpoint may hold."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / _METADATA, "rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        entries = metadata.state_dict_metadata.values()
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+            raise pickle.UnpicklingError("a checkpoint holds nothing but tensors")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else []:
         match = _NAME.fullmatch(path.name)
-        if match and (path / _STATE).is_file():
+        if match and ((path / _VALUES).is_file() or (path / _OLD_STATE).is_file()):
             found.append((int(match.group(1)), path))
     return sorted(found)
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write ``state`` (its keys are ``KEYS``) as ``folder/step-N`` through a rename.
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in ``folder``, or None."""
+    steps = _steps(folder)
+    return steps[-1][1] if steps else None
 
-    Only then drops all but the ``keep`` newest, and what killed processes left half-written.
+
+def training_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Tensors:
+    """Parameters and the state that the optimisers keep of each, under the parameters' names.
+
+    Those of the training itself: loading into them changes it. Optimisers that have not made a step
+    get the state they would begin with.
     """
-    assert state.keys() == KEYS
-    target = folder / f"step-{step:07d}"
-    for stale in folder.glob(".step-*.partial"):
-        shutil.rmtree(stale)
+    tensors = {f"{_MODEL}{name}": p.detach() for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state.get(parameter):
+                    _begin(optimizer, group, parameter)
+                for key, value in optimizer.state[parameter].items():
+                    assert isinstance(value, Tensor)
+                    tensors[f"{_OPTIMIZER}{names[id(parameter)]}.{key}"] = value
+    return tensors
+
+
+def _begin(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """Let an optimiser make its state of one parameter, which stays as it is: a step of nothing."""
+    assert parameter.grad is None
+    rate, group["lr"] = group["lr"], 0.0
+    parameter.grad = torch.zeros_like(parameter)
+    others = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    optimizer.step()
+    optimizer.param_groups = others
+    parameter.grad, group["lr"] = None, rate
+    for value in optimizer.state[parameter].values():
+        value.zero_()
+
+
+def save_checkpoint(
+    folder: Path, tensors: Tensors, values: Mapping[str, Any], keep: int, ranks: Ranks
+) -> Path:
+    """Write ``folder/step-N`` through a rename, all ranks together; N is ``values["step"]``.
+
+    ``values`` (their keys are ``KEYS``) are plain, as JSON has them. Only then drops all but the
+    ``keep`` newest, and what killed processes left half-written.
+    """
+    assert values.keys() == KEYS
+    target = folder / f"step-{values['step']:07d}"
     partial = folder / f".{target.name}.partial"
-    partial.mkdir(parents=True)
-    with open(partial / _STATE, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    for _, old in _steps(folder)[:-keep]:
-        shutil.rmtree(old)
+    if ranks.main:
+        for stale in folder.glob(".step-*.partial"):
+            shutil.rmtree(stale)
+        partial.mkdir(parents=True)
+    ranks.barrier()
+    writer = FileSystemWriter(partial, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save in a single process")
+        try:
+            save(
+                tensors,
+                storage_writer=writer,
+                process_group=ranks.control,
+                no_dist=ranks.size == 1,
+            )
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            raise CheckpointError(
+                f"cannot write a checkpoint to {partial}: {reason}; make room there and run the "
+                "same again to go on from the checkpoint before it"
+            ) from error
+    if ranks.main:
+        _write_synced(partial / _VALUES, json.dumps(values, indent=1))
+        _sync(partial)
+        if target.exists():
+            _drop(target)
+        partial.rename(target)
+        _sync(folder)
+        for _, old in _steps(folder)[:-keep]:
+            _drop(old)
+    ranks.barrier()
     return target
 
 
-def load_latest(folder: Path) -> dict[str, Any] | None:
-    """State of the newest whole checkpoint in ``folder``, or None. Weights-only loading.
+def _drop(folder: Path) -> None:
+    """Remove a checkpoint; under a name that is none first, as it may take a while."""
+    waste = folder.with_name(f".{folder.name}.old.partial")
+    folder.rename(waste)
+    shutil.rmtree(waste)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The plain values of the checkpoint ``path``.
 
     Raises CheckpointError naming the file if it is damaged or of another version.
     """
-    steps = _steps(folder)
-    if not steps:
-        return None
-    path = steps[-1][1] / _STATE
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    if (path / _OLD_STATE).exists():
         raise CheckpointError(
-            f"cannot read {path}: it is damaged, or holds more than tensors and plain values; "
-            f"delete {path.parent} to resume from the checkpoint before it"
-        ) from error
-    if not isinstance(state, dict) or state.keys() != KEYS:
-        raise CheckpointError(
-            f"{path} was not written by this version of yocolm; give another output_dir"
+            f"{path / _OLD_STATE} was written by an older version of yocolm, which trained in one "
+            "process only; finish that training there, or give another output_dir"
         )
-    return state
+    try:
+        values = json.loads((path / _VALUES).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path / _VALUES, path) from error
+    if not isinstance(values, dict) or values.keys() != KEYS:
+        raise CheckpointError(
+            f"{path / _VALUES} was not written by this version of yocolm; give another output_dir"
+        )
+    return values
+
+
+def load_tensors(path: Path, tensors: Tensors, ranks: Ranks) -> None:
+    """Fill ``tensors`` from the checkpoint ``path``, whatever ranks wrote it; all ranks together.
+
+    Raises CheckpointError if it is damaged, or lacks one of them.
+    """
+    reader = _Reader(path)
+    try:
+        reader.read_metadata()
+    except (OSError, EOFError, AttributeError, ValueError, pickle.UnpicklingError) as error:
+        raise _damaged(path / _METADATA, path) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*load in a single process")
+            load(
+                tensors,
+                storage_reader=reader,
+                process_group=ranks.control,
+                no_dist=ranks.size == 1,
+            )
+    except CheckpointException as error:
+        raise _damaged(path, path) from error
+
+
+def load_parameters(path: Path, model: nn.Module, ranks: Ranks) -> None:
+    """The parameters alone, as a training that starts from another's checkpoint takes them."""
+    load_tensors(
+        path, {f"{_MODEL}{name}": p.detach() for name, p in model.named_parameters()}, ranks
+    )
+
+
+def _damaged(file: Path, checkpoint: Path) -> CheckpointError:
+    return CheckpointError(
+        f"cannot read {file}: it is damaged, or not of this model; "
+        f"delete {checkpoint} to resume from the checkpoint before it"
+    )

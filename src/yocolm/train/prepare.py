@@ -14,17 +14,31 @@ from yocolm.config import GemmaConfig, ModelConfig, parse_config
 from yocolm.errors import ConfigError
 from yocolm.models.registry import ModelSource, build_model, load_config, load_model, resolve
 from yocolm.tokenizer import SPECIAL_TOKENS_FILE, TOKENIZER_FILE, read_tokenizer
-from yocolm.train.data import expand, read_documents
+from yocolm.train.context import with_context
+from yocolm.train.data_files import training_documents
+from yocolm.train.distributed import Ranks
 from yocolm.train.settings import TrainSettings
 from yocolm.train.tokenizer import train_tokenizer
 
 
-def prepare_device(s: TrainSettings) -> torch.device:
-    """The device to train on. Raises ConfigError for a GPU that is not there."""
+def prepare_device(s: TrainSettings, ranks: Ranks) -> torch.device:
+    """The device to train on: of several ranks each has its own GPU.
+
+    Raises ConfigError for a GPU that is not there.
+    """
     available = torch.cuda.is_available()
     if s.train.device == "cuda" and not available:
         raise ConfigError("train.device is 'cuda', but there is no CUDA device; set auto or cpu")
-    return torch.device("cuda" if available and s.train.device != "cpu" else "cpu")
+    if not available or s.train.device == "cpu":
+        return torch.device("cpu")
+    if ranks.size == 1:
+        return torch.device("cuda")
+    if ranks.local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {ranks.local} has no GPU: there are {torch.cuda.device_count()} here; "
+            "start one process for each (torchrun --nproc-per-node), or set train.device to cpu"
+        )
+    return torch.device("cuda", ranks.local)
 
 
 def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
@@ -56,13 +70,7 @@ def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
             f"tokenizer.path {s.tokenizer.path} does not exist, and a new tokenizer would not fit "
             f"model {s.model!r}; leave tokenizer.path out to use the model's own"
         )
-    names = s.tokenizer.train_on or list(s.data.sources)
-    texts = (
-        document
-        for name in names
-        for file in expand(s.data.sources[name].files, f"data.sources.{name}.files")
-        for document in read_documents(file, s.data.text_field)
-    )
+    texts = training_documents(s, s.tokenizer.train_on)
     return train_tokenizer(texts, s.tokenizer.vocab_size, path, s.tokenizer.separator)
 
 
@@ -97,11 +105,10 @@ def prepare_model(s: TrainSettings, tokenizer: Tokenizer) -> tuple[nn.Module, Mo
         model, config = load_model(
             str(s.model), dtype=torch.float32, device="cpu", per_layer_tables="resident"
         )
-        length = max(config.max_position_embeddings, s.data.sequence_length)
-        config = replace(config, max_position_embeddings=length)
+        config = with_context(config, s.data.sequence_length, s.rope_theta)
         model.config = config  # type: ignore[assignment]
     else:
-        config = _new_config(s, tokenizer)
+        config = with_context(_new_config(s, tokenizer), s.data.sequence_length, s.rope_theta)
         model = build_model(config, device="cpu", dtype=torch.float32)
         init = model.init_weights
         assert callable(init)

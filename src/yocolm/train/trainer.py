@@ -1,26 +1,24 @@
 """The training loop: packed next-token training of any family, resumable bit for bit.
 
-One process on one device. Nothing here is global: model, data and device belong to a ``Trainer``,
-and a batch follows from a seed and counters alone, so torchrun would need four changes and no
-others: the process group, with the local rank's device, in ``prepare.prepare_device``; every rank
-taking its share of the windows that ``Sampler.batch`` counts through; gradients (and the loss that
-is printed) averaged over ranks before the clipping in ``train_step``; checkpoints, exports and
-lines written by rank 0 only.
+A process alone, or several that torchrun starts (``train/distributed.py``): each then takes its
+share of the windows of a step, and loss, gradient norm and validation are those of all. A batch
+follows from a seed and counters alone, whatever the number of ranks is.
 
 A resumed run repeats an uninterrupted one bit for bit on the same machine, with the same number of
-threads, where PyTorch's operators are deterministic: on CPUs they are, on GPUs some gradients
-are not.
+ranks and threads, where PyTorch's operators are deterministic: on CPUs they are, on GPUs some
+gradients are not. With another number of ranks it goes on with the same windows, and rounds sums
+differently.
 """
 
 from __future__ import annotations
 
-import copy
+import json
 import math
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -28,16 +26,31 @@ from torch import Tensor, nn
 
 from yocolm.errors import ConfigError, NumericsError
 from yocolm.fields import write_json
-from yocolm.models.base import Batch
-from yocolm.models.dense import DenseState
-from yocolm.models.registry import load_generation_config
+from yocolm.models.registry import build_model, load_generation_config
 from yocolm.models.weights import save_weights
 from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from yocolm.train.checkpoint import load_latest, save_checkpoint
-from yocolm.train.data import build_sampler, count_bytes, expand, tokenize
+from yocolm.train.checkpoint import (
+    latest,
+    load_tensors,
+    read_values,
+    save_checkpoint,
+    training_tensors,
+)
+from yocolm.train.data import build_data, cache_folder
+from yocolm.train.distill import training_loss
+from yocolm.train.distributed import (
+    Ranks,
+    accumulating,
+    current_ranks,
+    distribute,
+    micro_batches,
+    release,
+    strategy_of,
+    whole,
+)
 from yocolm.train.fingerprint import check_fingerprint, fingerprint
 from yocolm.train.interrupt import StopRequest
-from yocolm.train.loss import cross_entropy_sum
+from yocolm.train.objective import Objective
 from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learning_rate
 from yocolm.train.prepare import (
     inherited_files,
@@ -46,7 +59,7 @@ from yocolm.train.prepare import (
     prepare_tokenizer,
 )
 from yocolm.train.progress import Progress
-from yocolm.train.settings import TrainSettings, load_settings
+from yocolm.train.settings import TrainSettings
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,24 +77,38 @@ class Trainer:
 
     Takes up the newest checkpoint in ``settings.output_dir``. Raises ConfigError if it is of a
     training with other settings, or past the last step. Prints to ``out``, which is standard
-    error by default.
+    error by default. Of several ranks (``ranks``: those of the process group) each makes one, and
+    all call the same methods in the same order; the first prints.
     """
 
-    def __init__(self, settings: TrainSettings, out: TextIO | None = None) -> None:
+    def __init__(
+        self, settings: TrainSettings, out: TextIO | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.s = settings
-        self.progress = Progress(settings, sys.stderr if out is None else out)
+        self.ranks = current_ranks() if ranks is None else ranks
+        with self.ranks.together():
+            self.sizes = micro_batches(settings, self.ranks)
+            self.strategy = strategy_of(settings, self.ranks)
+            self.device = prepare_device(settings, self.ranks)
+        self.progress = Progress(settings, (out or sys.stderr) if self.ranks.main else None)
         self.folder = Path(settings.output_dir)
-        self.device = prepare_device(settings)
-        self.tokenizer = prepare_tokenizer(settings)
-        self.model, self.config = prepare_model(settings, self.tokenizer)
-        self.inherited = inherited_files(settings)
-        self.generation = load_generation_config(str(settings.model)) if settings.continues else {}
-        self.model.to(self.device)
+        self._load_data()
+        with self.ranks.together():
+            self.model, self.config = prepare_model(settings, self.tokenizer)
+            self.inherited = inherited_files(settings)
+            self.generation = (
+                load_generation_config(str(settings.model)) if settings.continues else {}
+            )
+            loss = training_loss(settings, self.model, self.config, self.tokenizer, self.device)
         self.model.gradient_checkpointing = settings.train.gradient_checkpointing  # type: ignore[assignment]
+        dtype, chunk_size = _DTYPES[settings.train.dtype], settings.train.retention_chunk_size
+        self.objective = Objective(self.model, dtype, chunk_size, loss)
+        self.shared = distribute(self.objective, settings, self.ranks, self.device)
         self.optimizers = build_optimizers(self.model, settings.train)
-        self.sampler = build_sampler(settings, self.tokenizer, self.folder / "cache")
-        self._load_validation()
+        self.progress.measure(self.config, self.device, self.ranks.size)
         self.step = 0
+        self._stop = StopRequest(self.progress.say)
+        self._stopping = False  # a rank was asked to, and all know
         self._resume()
 
     def run(self) -> dict[str, float]:
@@ -93,19 +120,19 @@ class Trainer:
         self.progress.say(self._headline())
         self.progress.start(self.step)
         try:
-            with StopRequest(self.progress.say) as stop:
-                while self.step < self.s.train.last_step and not stop.requested:
-                    self._advance(stop)
-            if stop.requested:
+            with self._stop:
+                while self.step < self.s.train.last_step and not self._stopping:
+                    self._advance()
+            if self._stopping:
                 self.progress.say(f"stopped at step {self.step}; run the same again to go on")
                 raise KeyboardInterrupt
-            figures = self.validate(len(self.validation))
+            figures = self.validate(self.validation.num_targets)
             self.export(self.folder / "final", figures)
         finally:
             self.progress.close()
         return figures
 
-    def _advance(self, stop: StopRequest) -> None:
+    def _advance(self) -> None:
         """One step, and what is due after it."""
         o = self.s.train
         began = time.monotonic()
@@ -114,27 +141,28 @@ class Trainer:
         last = self.step == o.last_step
         if self.step % o.log_every == 0 or last:
             self.progress.line(self.step, figures.lr, figures.norm)
-        if self.step % o.validate_every == 0 and not last and not stop.requested:
+        if self.step % o.validate_every == 0 and not last and not self._stopping:
             self.validate(o.validation_tokens)
-        if self.step % o.save_every == 0 or last or stop.requested:
+        if self.step % o.save_every == 0 or last or self._stopping:
             self.save()
 
     def train_step(self) -> StepFigures:
-        """One optimiser step, on ``accumulate`` micro-batches.
+        """One optimiser step, on ``batch_size * accumulate`` windows over all ranks.
 
-        Raises NumericsError, leaving the parameters as they are, if the gradient is not finite.
+        Raises NumericsError, leaving the parameters as they are, if the gradient is not finite. If
+        a rank was asked to stop, all agree on that here.
         """
-        o = self.s.train
+        o, ranks = self.s.train, self.ranks
         lr = set_learning_rate(self.optimizers, learning_rate_factor(self.step, o))
-        total = 0.0
-        count = o.batch_size * o.accumulate * self.s.data.sequence_length
-        for _ in range(o.accumulate):
-            inputs, targets = self.sampler.batch(o.batch_size)
-            lengths = [inputs.shape[1]] * len(inputs)
-            loss = self.loss_sum(inputs.reshape(-1), targets.reshape(-1), lengths)
-            (loss / count).backward()
-            total += float(loss.detach())
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), o.grad_clip))
+        drawn = [self.sampler.batch(n * ranks.size, ranks.rank, ranks.size) for n in self.sizes]
+        [count] = ranks.sum([sum(int((part.targets >= 0).sum()) for part in drawn)])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, part in enumerate(drawn):
+            with accumulating(self.shared, last=i == len(drawn) - 1):
+                loss = self.loss_sum(*part)
+                (loss / (count / ranks.size)).backward()  # gradients are averaged over ranks
+            total += loss.detach()
+        norm = float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), o.grad_clip)))
         if not math.isfinite(norm):
             raise NumericsError(
                 f"the gradient norm is {norm} at step {self.step + 1}; lower train.learning_rate "
@@ -144,7 +172,9 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return StepFigures(total / count, norm, lr)
+        total_loss, asked = ranks.sum([float(total), float(self._stop.requested)])
+        self._stopping = asked > 0
+        return StepFigures(total_loss / count, norm, lr)
 
     @torch.no_grad()
     def validate(self, max_tokens: int) -> dict[str, float]:
@@ -153,47 +183,52 @@ class Trainer:
         They begin with BOS if windows of the training do. Bits per byte take the whole text's ratio
         of tokens to bytes. Raises NumericsError if the loss is not finite.
         """
-        length = self.s.data.sequence_length
-        stop = min(len(self.validation) - 1, max_tokens)
-        total = 0.0
-        for start in range(0, stop, length * self.s.train.batch_size):
-            end = min(start + length * self.s.train.batch_size, stop)
-            ids = np.array(self.validation[start : end + 1], dtype=np.int64)
-            whole, rest = divmod(end - start, length)
-            lengths = [length] * whole + ([rest] if rest else [])
-            inputs, targets = ids[:-1].copy(), ids[1:]
-            if self.sampler.bos is not None:
-                inputs[::length] = self.sampler.bos
-            total += float(self.loss_sum(inputs, targets, lengths))
-        nll = total / stop
+        ranks, text = self.ranks, self.validation
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        batches = list(text.windows(max_tokens, self.s.train.batch_size))
+        for first in range(0, len(batches), ranks.size):
+            mine = first + ranks.rank
+            # Ranks share each forward pass: one that has nothing left repeats something.
+            loss = self.loss_sum(*batches[min(mine, len(batches) - 1)], validating=True)
+            if mine < len(batches):
+                total += loss
+        release(self.shared)
+        count = text.count(max_tokens)
+        [total_loss] = ranks.sum([float(total)])
+        nll = total_loss / count
         if not math.isfinite(nll):
             raise NumericsError(
                 f"the validation loss is {nll} at step {self.step}; lower train.learning_rate "
                 "and start anew in another output_dir"
             )
-        tokens_per_byte = (len(self.validation) - 1) / self.validation_bytes
+        tokens_per_byte = text.num_targets / text.num_bytes
         figures = {"nll_per_token": nll, "bits_per_byte": nll / math.log(2) * tokens_per_byte}
-        self.progress.validation(figures, stop, self.step)
+        self.progress.validation(figures, count, self.step)
         return figures
 
-    def loss_sum(self, inputs: np.ndarray, targets: np.ndarray, lengths: list[int]) -> Tensor:
-        """Summed cross-entropy of packed windows: ids [T] int64 each, ``lengths`` sum to T."""
-        dtype = _DTYPES[self.s.train.dtype]
+    def loss_sum(
+        self,
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        lengths: list[int],
+        validating: bool = False,
+    ) -> Tensor:
+        """Summed loss of packed windows: ids [T] int64 each, ``lengths`` sum to T.
+
+        That of training, or if ``validating`` the cross-entropy.
+        """
         tokens, following = (torch.tensor(ids, device=self.device) for ids in (inputs, targets))
-        batch = Batch.packed(tokens, lengths)
-        state = DenseState(chunk_size=self.s.train.retention_chunk_size)
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            hidden = self.model(batch, state)
-        head = getattr(self.model, "lm_head", None) or getattr(self.model, "embed_tokens")  # noqa: B009
-        softcap = self.config.final_softcap
-        return cross_entropy_sum(hidden.to(dtype), head.weight, following, softcap)
+        return self.shared(tokens, following, lengths, validating)
 
     def export(self, folder: Path, figures: dict[str, float]) -> None:
         """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them.
 
         Of a model that was continued, its sampling defaults, special tokens and chat templates too.
+        The first rank writes.
         """
-        model = copy.deepcopy(self.model).to(_DTYPES[self.s.export_dtype])
+        model = self._whole_model()
+        if model is None:
+            return
         save_weights(model, folder, generation_config=self.generation)
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         record = {"settings": asdict(self.s), "steps": self.step, "validation": figures}
@@ -204,6 +239,20 @@ class Trainer:
         if TOKENIZER_CONFIG_FILE not in self.inherited:
             write_json(folder / TOKENIZER_CONFIG_FILE, self._tokenizer_config())
         self.progress.say(f"wrote {folder}")
+
+    def _whole_model(self) -> nn.Module | None:
+        """A copy of the model on the CPU, as it is exported; on the first rank alone."""
+        copy = None
+        if self.ranks.main:
+            dtype = _DTYPES[self.s.export_dtype]
+            copy = build_model(self.config, device="cpu", dtype=dtype)
+        targets = {} if copy is None else dict(copy.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                value = whole(parameter)
+                if copy is not None:
+                    targets[name].copy_(value)
+        return copy
 
     def _tokenizer_config(self) -> dict[str, object]:
         ids = {"bos_token": self.config.bos_token_id, "eos_token": self.config.eos_token_id}
@@ -216,49 +265,55 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
-        state = {
+        values = {
             "step": self.step,
             "fingerprint": self._fingerprint(),
             "device": self.device.type,
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "ranks": self._ranks_used(),
             "sampler": self.sampler.state_dict(),
         }
-        save_checkpoint(self.folder, self.step, state, self.s.train.keep)
+        tensors = training_tensors(self.model, self.optimizers)
+        save_checkpoint(self.folder, tensors, values, self.s.train.keep, self.ranks)
 
     def _resume(self) -> None:
-        state = load_latest(self.folder)
-        if state is None:
+        path = self.ranks.from_main(latest(self.folder) if self.ranks.main else None)
+        if path is None:
             return
-        check_fingerprint(state["fingerprint"], self._fingerprint(), self.folder)
-        if state["step"] > self.s.train.last_step:
-            raise ConfigError(
-                f"train.steps is {self.s.train.steps}, but {self.folder} holds a checkpoint of "
-                f"step {state['step']}: set train.steps to {state['step']} or more, or give "
-                "another output_dir"
-            )
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        with self.ranks.together():
+            state = read_values(path)
+            check_fingerprint(state["fingerprint"], self._fingerprint(), self.folder)
+            if state["step"] > self.s.train.last_step:
+                raise ConfigError(
+                    f"train.steps is {self.s.train.steps}, but {self.folder} holds a checkpoint of "
+                    f"step {state['step']}: set train.steps to {state['step']} or more, or give "
+                    "another output_dir"
+                )
+        load_tensors(path, training_tensors(self.model, self.optimizers), self.ranks)
         self.sampler.load_state_dict(state["sampler"])
         self.step = state["step"]
         self.progress.say(f"resumed at step {self.step}")
-        if state["device"] != self.device.type:
-            self.progress.say(
-                f"so far on {state['device']}, from here on {self.device.type}: not bit for bit"
-            )
+        now = (self.device.type, self._ranks_used())
+        for was, isnow in zip((state["device"], state["ranks"]), now, strict=True):
+            if was != isnow:
+                self.progress.say(f"so far on {was}, from here on {isnow}: not bit for bit")
 
-    def _fingerprint(self) -> dict[str, object]:
-        return fingerprint(self.s, self.config, self.tokenizer, self.sampler)
+    def _ranks_used(self) -> str:
+        if self.strategy == "single":
+            return "1 rank"
+        size = self.s.parallel.shard_size
+        return f"{self.ranks.size} ranks ({self.strategy}{f', {size} a copy' if size else ''})"
 
-    def _load_validation(self) -> None:
-        data = self.s.data
-        files = expand(data.validation, "data.validation")
-        cache, separator = self.folder / "cache", self.s.tokenizer.separator
-        self.validation = tokenize(files, self.tokenizer, data.text_field, cache, separator)
-        self.validation_bytes = count_bytes(files, data.text_field)
-        if self.validation_bytes == 0:
-            raise ConfigError(f"data.validation is empty: {', '.join(map(str, files))}")
+    def _fingerprint(self) -> dict[str, Any]:
+        """As a checkpoint keeps it: plain values of JSON."""
+        found = fingerprint(self.s, self.config, self.tokenizer, self.sampler)
+        return json.loads(json.dumps(found))
+
+    def _load_data(self) -> None:
+        """The tokenizer and the texts; the first rank makes what is not there yet."""
+        self.tokenizer = self.ranks.main_first(lambda: prepare_tokenizer(self.s))
+        self.sampler, self.validation = self.ranks.main_first(
+            lambda: build_data(self.s, self.tokenizer, cache_folder(self.s))
+        )
 
     def _headline(self) -> str:
         o = self.s.train
@@ -266,9 +321,5 @@ class Trainer:
         return (
             f"{self.config.model_type}, {parameters / 1e6:.2f}M parameters, {o.steps} steps of "
             f"{self.progress.tokens_per_step} tokens, {o.dtype}, {o.optimizer}, {self.device.type}"
+            + (f", {self._ranks_used()}" if self.ranks.size > 1 else "")
         )
-
-
-def main(config_path: str, overrides: list[str] | None = None) -> dict[str, float]:
-    """Train from a YAML file; see ``train/settings.py`` for its keys."""
-    return Trainer(load_settings(config_path, overrides)).run()
