@@ -11,7 +11,8 @@ from typing import Any
 from yocolm.bench.offline import measure_offline, offline_table
 from yocolm.bench.op_cases import all_cases
 from yocolm.bench.ops import measure_ops, ops_table
-from yocolm.bench.paper_report import html_report, plot, text_report
+from yocolm.bench.paper_page import html_report, plot
+from yocolm.bench.paper_report import text_report
 from yocolm.bench.paper_run import Options, run_paper
 from yocolm.bench.peers import PeerSpec, Workload, measure_peers, peer_spec, peers_table
 from yocolm.bench.report import machine, plot_peers, pyplot, save_json

@@ -11,8 +11,9 @@ import pytest
 
 from yocolm import cli
 from yocolm.bench.paper import PARTS, Side, Study, run_study
+from yocolm.bench.paper_page import html_report, plot
 from yocolm.bench.paper_reference import LENGTHS, RATIOS
-from yocolm.bench.paper_report import html_report, plot, text_report
+from yocolm.bench.paper_report import text_report
 from yocolm.bench.paper_run import Options, pair_configs, run_paper
 from yocolm.bench.simulated import Setup, simulate
 from yocolm.engine.hardware import Hardware
@@ -176,7 +177,7 @@ def test_tables_mark_every_number() -> None:
     assert next(line for line in lines if line[:1] == ["2K"])[1:3] == ["0.0001", "m"]
     assert "Why they differ:" in text and text.count("Predicted less measured") == 1
     page = html_report({"studies": [measured], "machine": {"cpu": "<fast>"}})
-    assert page.count("<figure>") == 4 and "&lt;fast&gt;" in page
+    assert page.count("<figure>") == 5 and "&lt;fast&gt;" in page
     assert "http" not in page.replace("http://www.w3.org", "")
 
 

@@ -1,30 +1,17 @@
-"""What `yocolm bench paper` prints, draws and saves: tables, one HTML file, a plot. No torch."""
+"""What `yocolm bench paper` says: its tables, and all of it for a terminal. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from string import Template
 from typing import Any
 
-from yocolm.bench.charts import Chart, escape, legend, linear, logarithmic, named, seconds_text
-from yocolm.bench.charts import table as html_table
 from yocolm.bench.paper import PARTS, SIDES
 from yocolm.bench.paper_reference import ACCOUNT, VALUES
-from yocolm.bench.report import pyplot, table
+from yocolm.bench.report import table
 
-PAGE = Path(__file__).with_name("paper_report.html")
 MARKS = {"measured": "m", "predicted": "p", "mixed": "m/p"}
 LEGEND = "m: measured here; p: predicted; m/p: a ratio of one of each"
 NAMES = {"yoco": "YOCO", "transformer": "Transformer"}
-_CLASSES = {"yoco": "c1", "transformer": "c3"}
-_METRICS = (
-    ("total", "memory", "Memory", "GB", 1e-9),
-    ("prefill", "prefill", "Prefill", "seconds to the first token", 1.0),
-    ("throughput", "throughput", "Throughput", "generated tokens/s, equal batch", 1.0),
-)
 Table = tuple[str, list[str], list[list[str]]]
-Points = list[tuple[float, float]]
 
 
 def length_text(length: int | float) -> str:
@@ -36,7 +23,8 @@ def length_text(length: int | float) -> str:
     return str(count)
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Three significant digits, all of those before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -44,21 +32,24 @@ def _shown(number: dict[str, Any] | None, factor: float = 1.0) -> str:
     """A number with the mark of its source."""
     if number is None:
         return "-"
-    return f"{_digits(number['value'] * factor)} {MARKS[number['source']]}"
+    return f"{digits(number['value'] * factor)} {MARKS[number['source']]}"
 
 
 def _times(ratio: dict[str, Any] | None) -> str:
-    return "-" if ratio is None else f"{_digits(ratio['value'])}x {MARKS[ratio['source']]}"
+    return "-" if ratio is None else f"{digits(ratio['value'])}x {MARKS[ratio['source']]}"
+
+
+def memory_unit(study: dict[str, Any]) -> tuple[float, str]:
+    """A factor for bytes, and what they are then."""
+    largest = max(row["models"]["transformer"]["total"]["value"] for row in study["rows"])
+    return (1e-9, "GB") if largest > 2e9 else (1e-6, "MB")
 
 
 def tables(study: dict[str, Any]) -> list[Table]:
     """Titles, heads and rows: memory by part, prefill, throughput, and how predictions did."""
     rows, beside = study["rows"], study["beside_paper"]
     paper = ["paper"] if beside else []
-    unit = (
-        1e-9 if max(row["models"]["transformer"]["total"]["value"] for row in rows) > 2e9 else 1e-6
-    )
-    size = "GB" if unit == 1e-9 else "MB"
+    unit, size = memory_unit(study)
     memory_head = ["length"]
     for side in SIDES:
         parts = [part for part in PARTS if side == "yoco" or part != "state"]
@@ -169,8 +160,8 @@ def values_table() -> Table:
     ):
         for length, (ours, theirs) in VALUES[name].items():
             lines.append(
-                [f"{unit}, {length_text(length)}", "-" if ours is None else _digits(ours)]
-                + [_digits(theirs)]
+                [f"{unit}, {length_text(length)}", "-" if ours is None else digits(ours)]
+                + [digits(theirs)]
             )
     return ("The paper's own values", ["", "YOCO", "Transformer"], lines)
 
@@ -179,10 +170,10 @@ def text_report(result: dict[str, Any]) -> str:
     """Everything, for a terminal."""
     lines: list[str] = []
     for study in result["studies"]:
-        lines += [about(study), LEGEND + _too_large(study), ""]
+        lines += [about(study), LEGEND + too_large(study), ""]
         for title, head, rows in tables(study):
             lines += [title, table(head, rows), ""]
-        lines += [f"not measured: {text}" for text in _failures(study)]
+        lines += [f"not measured: {text}" for text in failures(study)]
         if study["beside_paper"]:
             title, head, rows = values_table()
             lines += [title, table(head, rows), "", "Why they differ:"]
@@ -190,7 +181,8 @@ def text_report(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _too_large(study: dict[str, Any]) -> str:
+def too_large(study: dict[str, Any]) -> str:
+    """What the mark of memory means, where there is one."""
     cells = [cell for row in study["rows"] for cell in row["models"].values()]
     if all(cell["fits"] for cell in cells):
         return ""
@@ -198,164 +190,11 @@ def _too_large(study: dict[str, Any]) -> str:
     return f"; !: more than the {size:,.0f} GB of {study['hardware']}, predicted as if they fitted"
 
 
-def _failures(study: dict[str, Any]) -> list[str]:
+def failures(study: dict[str, Any]) -> list[str]:
+    """What was to be measured and could not be, with the reason."""
     return [
         f"{NAMES[side]} at {length_text(row['length'])}: {error}"
         for row in study["rows"]
         for side in SIDES
         for error in row["models"][side]["errors"]
     ]
-
-
-# HTML
-
-
-def html_report(result: dict[str, Any]) -> str:
-    """One page that needs nothing else."""
-    body = []
-    for study in result["studies"]:
-        body.append(f"<h2>{escape(study['pair'])} on {escape(study['hardware'])}</h2>")
-        body.append(f"<p>{escape(about(study))}. {escape(LEGEND + _too_large(study))}.</p>")
-        body.append('<div class="grid">' + "".join(_figures(study)) + "</div>")
-        for title, head, rows in tables(study):
-            body.append(f"<h3>{escape(title)}</h3>{html_table(head, rows)}")
-        body += [f"<p>Not measured: {escape(text)}</p>" for text in _failures(study)]
-        if study["beside_paper"]:
-            title, head, rows = values_table()
-            body.append(f"<h3>{escape(title)}</h3>{html_table(head, rows)}<h3>Why they differ</h3>")
-            body.append("".join(f"<p>{escape(text)}</p>" for text in ACCOUNT))
-        if study["hardware_note"]:
-            body.append(f'<p class="soft">{escape(study["hardware_note"])}</p>')
-    machine = ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items())
-    page = Template(PAGE.read_text(encoding="utf-8"))
-    return page.substitute(body="\n".join(body), machine=escape(machine))
-
-
-def _figures(study: dict[str, Any]) -> list[str]:
-    """Memory, prefill and throughput over length, and the ratios of all three."""
-    lengths = [row["length"] for row in study["rows"]]
-    figures = []
-    for key, _, title, unit, factor in _METRICS:
-        series = {side: _series(study, side, key, factor) for side in SIDES}
-        values = [y for points in series.values() for _, y in points]
-        text = seconds_text if key == "prefill" else _digits
-        axis = (
-            linear(0, max(values))
-            if key == "total"
-            else logarithmic(min(values), max(values), text)
-        )
-        chart = Chart(named(lengths, length_text), axis, f"{title} of both over length")
-        for side, points in series.items():
-            chart.line(_CLASSES[side], points)
-            chart.dots(f"{_CLASSES[side]} many", _measured_only(study, side, key, factor))
-        names = legend((_CLASSES[side], NAMES[side]) for side in SIDES)
-        figures.append(_figure(f"{title}: {unit}", names, chart))
-    figures.append(_ratio_figure(study, lengths))
-    return figures
-
-
-def _ratio_figure(study: dict[str, Any], lengths: Sequence[int]) -> str:
-    lines: list[tuple[str, str, Points, bool]] = []
-    for kind, (_, name, title, _, _) in zip(("c1", "c2", "c4"), _METRICS, strict=True):
-        source = "most_throughput" if name == "throughput" and study["beside_paper"] else name
-        ours = [
-            (r["length"], r["ratios"][source]["value"])
-            for r in study["rows"]
-            if r["ratios"][source]
-        ]
-        theirs = [(r["length"], r["paper"][name]) for r in study["rows"] if r["paper"][name]]
-        lines.append((kind, title, ours, False))
-        if study["beside_paper"]:
-            lines.append((kind, f"{title}, paper", theirs, True))
-    values = [y for *_, points, _ in lines for _, y in points]
-    axis = logarithmic(min([1.0, *values]), max([2.0, *values]), lambda value: f"{value:g}x")
-    chart = Chart(named(lengths, length_text), axis, "How many times better YOCO is, over length")
-    for kind, _, points, dotted in lines:
-        if dotted:
-            chart.dots(f"{kind} many", points)
-        else:
-            chart.line(kind, points)
-    entries = [(kind, title) for kind, title, _, dotted in lines if not dotted]
-    dots = "; dots: the paper" if study["beside_paper"] else ""
-    return _figure(f"YOCO over Transformer{dots}", legend(entries), chart)
-
-
-def _ratios(study: dict[str, Any], name: str) -> tuple[Points, Points]:
-    """Ours and the paper's over lengths, where the study is the paper's."""
-    beside = study["beside_paper"]
-    source = "most_throughput" if name == "throughput" and beside else name
-    rows = study["rows"]
-    ours = [(r["length"], r["ratios"][source]["value"]) for r in rows if r["ratios"][source]]
-    theirs = [(r["length"], r["paper"][name]) for r in rows if beside and r["paper"][name]]
-    return ours, theirs
-
-
-def _figure(title: str, names: str, chart: Chart) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{names}{chart.html(('length', ''))}</figure>"
-
-
-def _series(study: dict[str, Any], side: str, key: str, factor: float) -> Points:
-    return [(row["length"], factor * row["models"][side][key]["value"]) for row in study["rows"]]
-
-
-def _measured_only(study: dict[str, Any], side: str, key: str, factor: float) -> Points:
-    points = zip(study["rows"], _series(study, side, key, factor), strict=True)
-    return [p for row, p in points if row["models"][side][key]["source"] == "measured"]
-
-
-# PNG
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """A row of four plots for each study. Raises MissingDependencyError without matplotlib."""
-    plt = pyplot()
-    studies = result["studies"]
-    figure, axes = plt.subplots(
-        len(studies), 4, figsize=(18, 4.2 * len(studies)), squeeze=False, layout="constrained"
-    )
-    for line, study in zip(axes, studies, strict=True):
-        lengths = [row["length"] for row in study["rows"]]
-        for axis, (key, _, title, unit, factor) in zip(line, _METRICS, strict=False):
-            for side, colour in zip(SIDES, ("tab:blue", "tab:orange"), strict=True):
-                known = _measured_only(study, side, key, factor)
-                name = f"{NAMES[side]} (dots: measured)" if known else f"{NAMES[side]}, predicted"
-                points = zip(*_series(study, side, key, factor), strict=True)
-                axis.plot(*points, color=colour, label=name)
-                if known:
-                    axis.plot(*zip(*known, strict=True), "o", color=colour)
-            axis.set_title(f"{study['pair']} on {study['hardware']}: {title}\n{unit}")
-            axis.legend()
-        _plot_ratios(line[3], study)
-        for axis in line:
-            _style(axis, lengths, log=axis is not line[0], ticker=plt.matplotlib.ticker)
-    figure.savefig(path, dpi=110, format="png")
-    plt.close(figure)
-
-
-def _plot_ratios(axis: Any, study: dict[str, Any]) -> None:
-    colours = ("tab:blue", "tab:purple", "tab:green")
-    for colour, (_, name, title, _, _) in zip(colours, _METRICS, strict=True):
-        source = "most_throughput" if name == "throughput" and study["beside_paper"] else name
-        ours = [
-            (r["length"], r["ratios"][source]["value"])
-            for r in study["rows"]
-            if r["ratios"][source]
-        ]
-        theirs = [(r["length"], r["paper"][name]) for r in study["rows"] if r["paper"][name]]
-        if ours:
-            axis.plot(*zip(*ours, strict=True), color=colour, label=title)
-        if theirs:
-            axis.plot(*zip(*theirs, strict=True), "x", color=colour, label=f"{title}, paper")
-    axis.set_title("YOCO over Transformer, times")
-    axis.legend()
-
-
-def _style(axis: Any, lengths: Sequence[int], log: bool, ticker: Any) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [length_text(length) for length in lengths])
-    if log:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.yaxis.set_minor_locator(ticker.NullLocator())
-    axis.grid(alpha=0.3)

@@ -126,8 +126,8 @@ def _on_this_machine(
         budget=options.budget,
         free_memory=free,
         threads=options.threads if process.device == "cpu" else 0,
-        note=f"Measured by {options.threads} threads where predicted to take at most "
-        f"{options.budget:g} s",
+        note=f"Measured, by {options.threads} thread{'s' * (options.threads > 1)}, where predicted "
+        f"to take at most {options.budget:g} s",
     )
     return run_study(study, process.ask, say)
 
