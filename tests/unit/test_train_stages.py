@@ -138,12 +138,12 @@ def test_a_run_that_is_cut_off_goes_on(
     advance, done, begun = Trainer._advance, 0, []
     for cut, stage in ((1, 0), (3, 1), (4, 1), (6, 2)):  # of 3 + 2 + 2 steps
 
-        def dies(self: Trainer, stop: Any, cut: int = cut) -> None:
+        def dies(self: Trainer, cut: int = cut) -> None:
             nonlocal done
             if done == cut:
                 raise RuntimeError("cut off")
             done += 1
-            advance(self, stop)
+            advance(self)
 
         monkeypatch.setattr(Trainer, "_advance", dies)
         out = io.StringIO()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -17,10 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from yocolm.errors import CheckpointError
 from yocolm.fields import write_json
+from yocolm.train.distributed import Ranks, join_ranks
 from yocolm.train.fingerprint import FREE, check_fingerprint, flat
 from yocolm.train.settings import OptimSettings, StageSettings, TrainSettings
 from yocolm.train.trainer import Trainer
@@ -123,25 +121,38 @@ def train(s: TrainSettings, out: TextIO | None = None) -> dict[str, float]:
     """Train as the settings say, in one run or in stages; return the last validation's figures.
 
     Takes up where an earlier call stopped, in whatever stage that was. Prints to ``out``, which is
-    standard error by default. Raises as ``Trainer`` does.
+    standard error by default. Of the ranks of ``torchrun`` all call it. Raises as ``Trainer`` does.
     """
-    if not s.stages:
-        return Trainer(s, out).run()
+    with join_ranks(s.train.device) as ranks:
+        if s.stages:
+            return _train_stages(s, out, ranks)
+        return Trainer(s, out, ranks).run()
+
+
+def _train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str, float]:
+    def say(text: str) -> None:
+        if ranks.main:
+            print(text, file=sys.stderr if out is None else out, flush=True)
+
     stages = plan_stages(s)
-    finished = [stage.figures() for stage in stages]
+    finished: list[dict[str, float] | None] = []
+    with ranks.together():
+        if ranks.main:
+            finished = [stage.figures() for stage in stages]
+    finished = ranks.from_main(finished)
     # The newest finished stage holds all that those before it did.
     first = max((i + 1 for i, figures in enumerate(finished) if figures is not None), default=0)
     figures = finished[first - 1] if first else None
     for stage in stages[first:]:
-        _say(_headline(stage, len(stages)), out)
-        figures = Trainer(stage.settings, out).run()
-        if _is_first_rank():
-            if stage is stages[-1]:
-                _record_stages(s, stages, figures)
-            stage.finish(figures)
-        _wait()
+        say(_headline(stage, len(stages)))
+        figures = Trainer(stage.settings, out, ranks).run()
+        with ranks.together():  # the others wait for the model that they go on from
+            if ranks.main:
+                if stage is stages[-1]:
+                    _record_stages(s, stages, figures)
+                stage.finish(figures)
     assert figures is not None
-    _say(f"all {len(stages)} stages are finished: {stages[-1].final}", out)
+    say(f"all {len(stages)} stages are finished: {stages[-1].final}")
     return figures
 
 
@@ -186,18 +197,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(
             f"cannot read {path}: {error}; delete it to finish that stage again"
         ) from None
-
-
-def _say(text: str, out: TextIO | None) -> None:
-    if _is_first_rank():
-        print(text, file=sys.stderr if out is None else out, flush=True)
-
-
-def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def _wait() -> None:
-    """Until every rank is here."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
