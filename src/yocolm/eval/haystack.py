@@ -72,13 +72,14 @@ class Haystack:
 
     @classmethod
     def from_files(cls, files: Sequence[Path], tokenizer: Tokenizer) -> Haystack:
-        """UTF-8 files in their order. Raises RequestError if they hold no text."""
+        """UTF-8 files in their order, a blank line before each. Raises RequestError if they hold no
+        text."""
         ids: list[int] = []
         starts: list[int] = []
         numbers: set[str] = set()
         for file in files:
             text = read_text(file)
-            new = tokenizer.encode(text, add_special_tokens=False)
+            new = continuation(tokenizer, f"\n\n{text.strip()}") if text.strip() else []
             starts += [len(ids) + start for start in sentence_starts(tokenizer, new)]
             ids += new
             numbers.update(re.findall(r"\d+", text))
