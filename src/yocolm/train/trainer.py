@@ -119,10 +119,13 @@ class Trainer:
         """
         self.progress.say(self._headline())
         self.progress.start(self.step)
+        self._stop, self._stopping = StopRequest(self.progress.say), False
         try:
             with self._stop:
                 while self.step < self.s.train.last_step and not self._stopping:
                     self._advance()
+                [asked] = self.ranks.sum([float(self._stop.requested)])
+                self._stopping |= asked > 0
             if self._stopping:
                 self.progress.say(f"stopped at step {self.step}; run the same again to go on")
                 raise KeyboardInterrupt
