@@ -201,8 +201,9 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
             f"{path} has the columns {', '.join(columns)}, and none of {', '.join(fields)}; "
             "name the one that holds the text as data.text_field"
         )
+    pattern = glob.escape(str(path.absolute()))
     rows = datasets.load_dataset(
-        "parquet", data_files=str(path), split="train", streaming=True, columns=chosen
+        "parquet", data_files=pattern, split="train", streaming=True, columns=chosen
     )
     for number, row in enumerate(rows):
         yield _text_of(row, fields, f"{path}, row {number}, is no record")
