@@ -30,7 +30,7 @@ from yocolm.tokenizer import Tokenizer
 class TurnPlan:
     """What is tried: ``runs`` conversations at every length.
 
-    turns: needles in the text, and questions, one for each in a random order.
+    turns: needles in the text, and questions, one for each, whose order is not the text's.
     true_answers: keep the true answers in the context instead of the model's.
     """
 
@@ -85,14 +85,8 @@ class TurnMaker:
         left = length - len(before) - len(behind) - room
         passage = passage_of(self._haystack, left, pieces, f"{plan.seed}/{run}", length)
         cuts = [passage.cut(rng.random()) for _ in pieces]
-        order = rng.sample(range(plan.turns), plan.turns)
-        return Conversation(
-            length,
-            run,
-            [keys[i] for i in order],
-            [values[i] for i in order],
-            passage.insert(list(zip(cuts, pieces, strict=True))),
-        )
+        body = passage.insert(list(zip(cuts, pieces, strict=True)))
+        return Conversation(length, run, keys, values, body)
 
     def turn(self, key: str, answer: str = "") -> Turn:
         form = self._words.template
