@@ -154,7 +154,7 @@ def _ratios(study: dict[str, Any], name: str) -> tuple[Points, Points]:
 
 
 def _figure(title: str, names: str, chart: Chart) -> str:
-    return f"<figure><h3>{escape(title)}</h3>{names}{chart.html(('length', ''))}</figure>"
+    return f"<figure><h3>{escape(title)}</h3>{names}{chart.html()}</figure>"
 
 
 def _series(study: dict[str, Any], side: str, key: str, factor: float) -> Points:

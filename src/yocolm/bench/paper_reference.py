@@ -30,18 +30,19 @@ ACCOUNT = (
     "the Transformer alone. YOCO's 12.4 GiB at 1M leave 2 GiB beside weights and KV; a step of "
     "2,048 tokens of this engine holds 0.2. A ratio of 1.95 at 32K means that its Transformer held "
     "3 GiB or more beside weights and KV. It does not say in which pieces prompts were computed.",
-    "Prefill: 180 s at 512K are 260 TFLOP/s of the H100's 989; the data sheet file assumes 396 in "
+    "Prefill: 180 s at 512K are 250 TFLOP/s of the H100's 989; the data sheet file assumes 396 in "
     "attention and 593 in linears, so both models are faster here, by about the same factor, and "
     "the ratio is nearly the same as long as one card is enough.",
     "Prefill at 1M: the Transformer's KV is 104 GiB, more than a card has, and the paper does not "
     "say on how many it ran. Its 300 s are 1.7 times those at 512K, where attention alone is four "
     "times as much, and with 71.8 times YOCO would take 4.2 s, less than its 5.9 s at 512K. The "
-    "prediction is for one card, had it the memory: that ratio is of other runs than the paper's.",
+    "prediction is for one card, had it the memory: that ratio is of other runs than the paper's. "
+    "By FLOPs alone it is 26 at 512K and 51 at 1M.",
     "Throughput: generated tokens over the time of prefill and generation. The paper names no "
     "batch sizes. Its Transformer fits once at 512K: 4.5 tokens/s are 228 s for 1,024 tokens, 180 "
     "of them prefill. YOCO's 43.1 are 24 s for each 1,024. Both are given here, for one sequence "
-    "and for all that fit into nine tenths of the memory; shorter contexts in the paper's figure "
-    "are nearer to the second.",
+    "and for all that fit into nine tenths of the memory: from 64K to 256K the paper's ratio lies "
+    "between the two, at 32K and 512K above both.",
     "Decoding: a step here reads the global KV once for every layer of the second half, as the "
     "paper's does, and both models pay overheads of a step and a layer that the data sheet file "
     "assumes. The paper's gated retention works in chunks of 256 tokens, the engine's of 128.",
