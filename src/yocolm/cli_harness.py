@@ -19,6 +19,8 @@ _ENGINE = ("max_num_batched_tokens", "kv_memory")
 
 def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
+    if arguments.samples is not None:
+        arguments.samples.write_text("")  # now, not after hours: it may not be possible
     with redirect_stdout(sys.stderr):  # libraries print; standard output is for results
         llm = open_model(
             arguments.model,

@@ -230,6 +230,36 @@ def test_tasks_that_cannot_be_run(
         evaluate(model, names, include_path=[tasks])
 
 
+@pytest.mark.parametrize(
+    ("mark", "message"), [("UNSAFE_CODE", "runs code"), ("MULTIMODAL", "images or sound")]
+)
+def test_tasks_of_other_kinds_are_refused(
+    model: TextModel, tasks: Path, monkeypatch: pytest.MonkeyPatch, mark: str, message: str
+) -> None:
+    task = importlib.import_module("lm_eval.api.task").ConfigurableTask
+    monkeypatch.setattr(task, mark, True, raising=False)
+    before = model.prompt_tokens
+    with pytest.raises(RequestError, match=f"task choice .*{message}"):
+        evaluate(model, ["choice"], include_path=[tasks])
+    assert model.prompt_tokens == before
+
+
+def test_choices_that_a_task_shuffles_are_the_same_again(model: TextModel, tasks: Path) -> None:
+    (tasks / "shuffled.py").write_text(
+        "import random\n\ndef choices(doc):\n"
+        "    return random.sample(doc['choices'], len(doc['choices']))\n"
+    )
+    write_task(tasks, "shuffled", {**CHOICE, "doc_to_choice": "TO_BE"})
+    text = (tasks / "shuffled.yaml").read_text()
+    (tasks / "shuffled.yaml").write_text(text.replace("TO_BE", "!function shuffled.choices"))
+    asked = []
+    for random_seed in (0, 0, 1):
+        options = TaskOptions(limit=4, random_seed=random_seed)
+        found = evaluate(model, ["shuffled"], options, include_path=[tasks])
+        asked.append([sample["arguments"] for sample in found["samples"]["shuffled"]])
+    assert asked[0] == asked[1] != asked[2]
+
+
 def test_an_unknown_task_is_named_with_those_near(
     model: TextModel, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +344,9 @@ def test_the_command_prints_a_table_or_json(
         ["acc_norm", *rows[1][1:]],
         ["written", "0", "8", "exact_match"],
     ]
+    nowhere = str(tmp_path / "nowhere" / "samples.jsonl")
+    with pytest.raises(OSError, match="nowhere"):
+        run_command("not-a-model", "--tasks", "choice", "--samples", nowhere)
     assert 0 <= float(rows[0][4]) <= 1 and 0 < float(rows[0][5]) < 1
 
 

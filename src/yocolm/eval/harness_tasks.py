@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from yocolm.errors import MissingDependencyError, RequestError, YocolmError
 from yocolm.eval.harness import TextModel
@@ -38,7 +41,8 @@ class TaskOptions:
     system_instruction: a text before every context.
     fewshot_as_multiturn: in a chat, every example is a turn of its own.
     use_cache: file of answers that are given again; those missing are added as they come.
-    seed: of the examples that are drawn.
+    seed: of the examples that are drawn, and of numpy.
+    random_seed: of Python's random numbers, which some tasks shuffle choices with.
     bootstrap_iters: resamplings for errors of metrics that have no formula.
     """
 
@@ -50,6 +54,7 @@ class TaskOptions:
     fewshot_as_multiturn: bool = True
     use_cache: Path | None = None
     seed: int = 1234
+    random_seed: int = 0
     bootstrap_iters: int = 100_000
 
 
@@ -75,9 +80,12 @@ def evaluate(
     """
     options = options or TaskOptions()
     language_model = adapter(model, name)
+    random.seed(options.random_seed)
+    np.random.seed(options.seed)
     with _naming_packages():
         loaded = _load(tasks, include_path)
         for task in loaded["tasks"].values():
+            _check(task)
             _override(task, options)
         if options.use_cache is not None:
             cached = _harness("api.model").CachingLM
@@ -234,6 +242,18 @@ def _manager(names: Sequence[str], folders: list[str]) -> Any:
             "--include-path"
         )
     return manager
+
+
+def _check(task: Any) -> None:
+    """Refuse what lm-eval would refuse later, with a traceback."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise RequestError(
+            f"task {task.task_name} runs code that the model writes: yocolm does not; use another"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise RequestError(
+            f"task {task.task_name} needs images or sound: only text is supported; use another"
+        )
 
 
 def _override(task: Any, options: TaskOptions) -> None:
