@@ -21,7 +21,8 @@ from yocolm.models.layers import RMSNorm
 from yocolm.models.registry import load_generation_config, load_tokenizer
 from yocolm.ops.altup import correct, merge, spread
 from yocolm.tokenizer import read_tokenizer
-from yocolm.train import data
+from yocolm.train.data_cache import TokenCache
+from yocolm.train.data_files import SourceFiles
 from yocolm.train.settings import parse_settings
 from yocolm.train.tokenizer import train_tokenizer
 from yocolm.train.trainer import Trainer
@@ -130,8 +131,7 @@ def test_gradients_in_bfloat16_are_those_in_float32(folder: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         train = {**values(folder)["train"], "dtype": dtype}
         one = continued(folder, f"in-{dtype}", train=train)
-        inputs, targets = one.sampler.batch(2)
-        one.loss_sum(inputs.reshape(-1), targets.reshape(-1), [24, 24]).backward()
+        one.loss_sum(*one.sampler.batch(2)).backward()
         gradients.append({name: p.grad for name, p in one.model.named_parameters()})
     for name, wide in gradients[0].items():
         narrow = gradients[1][name]
@@ -144,22 +144,23 @@ def test_gradients_in_bfloat16_are_those_in_float32(folder: Path) -> None:
 def test_windows_and_documents_begin_with_bos(folder: Path) -> None:
     one = continued(folder, "windows")
     bos, eos = (one.tokenizer.token_to_id(name) for name in ("<bos>", "<eos>"))
-    assert one.validation[:2].tolist() == [eos, bos]
-    inputs, targets = one.sampler.batch(5)
+    text = one.validation.tokens
+    assert text.read(0, 2).tolist() == [eos, bos]
+    inputs, targets = (ids.reshape(5, 24) for ids in one.sampler.batch(5)[:2])
     assert (inputs[:, 0] == bos).all() and (inputs[:, 1:] == targets[:, :-1]).all()
     assert (targets[:, 0] != bos).any()
 
-    ids, total = one.validation.tolist(), 0.0
+    ids, total = text.read(0, len(text)).tolist(), 0.0
     for start in range(0, len(ids) - 1, 24):
         window = [bos, *ids[start + 1 : start + 25]]
         total += float(one.loss_sum(*_shifted(window), [len(window) - 1]).detach())
     loss_sum, starts = one.loss_sum, []
 
-    def noted(inputs: Any, targets: Any, lengths: list[int]) -> Tensor:
+    def noted(inputs: Any, targets: Any, lengths: list[int], *validating: bool) -> Tensor:
         starts.extend(inputs[::24].tolist())
         first = inputs[1:24]
         assert (first == targets[: len(first)]).all()
-        return loss_sum(inputs, targets, lengths)
+        return loss_sum(inputs, targets, lengths, *validating)
 
     one.loss_sum = noted
     figures = one.validate(10**9)
@@ -176,8 +177,9 @@ def _shifted(window: list[int]) -> tuple[Any, Any]:
 def test_a_separator_that_is_bos_comes_once(folder: Path) -> None:
     tokenizer = read_tokenizer(folder / "tokenizer.json")
     bos = tokenizer.token_to_id("<bos>")
-    files = [folder / "a.txt", folder / "b.txt"]
-    ids = data.tokenize(files, tokenizer, "text", folder / "once", "<bos>").tolist()
+    files = SourceFiles("sea", [folder / "a.txt", folder / "b.txt"], 1.0, ("text",))
+    [cached] = TokenCache(folder / "once", tokenizer, "<bos>").load([files])
+    ids = cached.training.read(0, len(cached.training)).tolist()
     assert ids[0] == bos and ids[1] != bos and ids.count(bos) == 2
 
 
@@ -214,7 +216,7 @@ def test_the_loss_is_that_of_the_logits(tmp_path: Path, family: str) -> None:
     with torch.no_grad():
         head = "embed_tokens" if one.config.tie_word_embeddings else "lm_head"
         one.model.get_parameter(f"{head}.weight").mul_(20)
-    inputs, targets = (torch.from_numpy(ids.reshape(-1).copy()) for ids in one.sampler.batch(2))
+    inputs, targets = (torch.from_numpy(ids) for ids in one.sampler.batch(2)[:2])
 
     def gradients(loss: Tensor) -> list[Tensor]:
         wanted = [p for p in one.model.parameters() if p.requires_grad]

@@ -66,7 +66,8 @@ class Objective(nn.Module):
         """
         batch, state = Batch.packed(tokens, lengths), DenseState(chunk_size=self.chunk_size)
         mixed = self.dtype != torch.float32
-        with torch.autocast(tokens.device.type, dtype=self.dtype, enabled=mixed):
+        # A cache would keep every weight in this dtype, sharded and recomputed blocks' too.
+        with torch.autocast(tokens.device.type, self.dtype, enabled=mixed, cache_enabled=False):
             hidden = self.model(batch, state)
         loss = next_token_loss if validating else self.loss
         config: Any = self.model.config

@@ -192,7 +192,7 @@ class Trainer:
         for first in range(0, len(batches), ranks.size):
             mine = first + ranks.rank
             # Ranks share each forward pass: one that has nothing left repeats something.
-            loss = self.loss_sum(*batches[min(mine, len(batches) - 1)], validating=True)
+            loss = self.loss_sum(*batches[min(mine, len(batches) - 1)], True)
             if mine < len(batches):
                 total += loss
         release(self.shared)
