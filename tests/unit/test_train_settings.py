@@ -316,8 +316,14 @@ def test_a_file_that_holds_a_list(tmp_path: Path) -> None:
         load_settings(path, ["train.steps=3"])
 
 
-def test_the_example_of_the_page_is_complete() -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    settings = parse_settings(yaml.safe_load(example))
+def test_the_examples_of_the_page() -> None:
+    """The first is complete; the second, of stages, goes into it."""
+    found = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    whole, staged = map(yaml.safe_load, found)
+    settings = parse_settings(whole)
     assert isinstance(settings.model, dict)
     assert isinstance(parse_config(settings.model), YocoConfig)
+    stages = parse_settings({**whole, **staged}).stages
+    assert [stage.sequence_length for stage in stages] == [1 << 16, 1 << 18, 1 << 20]
+    assert [stage.tokens for stage in stages] == [6_000_000_000, 4_000_000_000, 1_500_000_000]
+    assert [stage.rope_theta for stage in stages] == [640_000, 5_000_000, 80_000_000]
