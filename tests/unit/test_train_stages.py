@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+import ranks as world
 from training import MODELS, values, write_texts
 from yocolm.config import GemmaConfig, LlamaConfig, YocoConfig, parse_config
 from yocolm.errors import CheckpointError, ConfigError
 from yocolm.models.registry import load_model
 from yocolm.train import stages as stages_module
 from yocolm.train.context import with_context
-from yocolm.train.settings import TrainSettings, parse_settings
-from yocolm.train.stages import plan_stages, train
+from yocolm.train.distributed import Ranks
+from yocolm.train.settings import ParallelSettings, TrainSettings, parse_settings
+from yocolm.train.stages import plan_stages, train, train_stages
 from yocolm.train.trainer import Trainer
 
 STAGES = [
@@ -221,6 +223,31 @@ def test_a_damaged_note(copied: TrainSettings) -> None:
     (Path(copied.output_dir) / "stage-0-16" / "done.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"cannot read .*done\.json: .*; delete it"):
         train(copied, io.StringIO())
+
+
+def on_a_rank(ranks: Ranks, s: TrainSettings) -> tuple[dict[str, float], str]:
+    out = io.StringIO()
+    return train_stages(s, out, ranks), out.getvalue()
+
+
+def test_stages_on_two_ranks(
+    finished: tuple[TrainSettings, dict[str, float]], tmp_path: Path
+) -> None:
+    """The second stage under another strategy; against one rank."""
+    whole = finished[0]
+    s = replace(whole, output_dir=str(tmp_path / "run"), stages=whole.stages[:1])
+    begun = world.run(2, on_a_rank, replace(s, parallel=ParallelSettings("ddp")))
+    assert begun[0][0] == begun[1][0] and begun[1][1] == ""
+    s = replace(s, stages=whole.stages[:2], parallel=ParallelSettings("fsdp"))
+    (figures, said), (others, silent) = world.run(2, on_a_rank, s)
+    assert figures == others and silent == ""
+    assert "stages.0 of 2" in said and "resumed at step 3" in said and "stages.1 of 2" in said
+    note = json.loads((Path(whole.output_dir) / "stage-1-24/done.json").read_text())
+    expected = note["validation"]
+    assert figures["nll_per_token"] == pytest.approx(expected["nll_per_token"], rel=1e-4)
+    one = weights_of(Path(whole.output_dir) / "stage-1-24" / "final")
+    for name, value in weights_of(tmp_path / "run" / "final").items():
+        assert torch.allclose(value, one[name], rtol=0.02, atol=2e-3), name
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -44,14 +44,19 @@ class Stage:
     def identity(self) -> dict[str, Any]:
         """Settings that a finished stage may not change, as plain values."""
         s = self.settings
-        values = dict(flat("data", asdict(s.data))) | dict(flat("train", asdict(s.train)))
-        free = {f"train.{name}" for name in FREE - {"steps"}} | {"data.cache_dir"}
-        values = {name: value for name, value in values.items() if name not in free}
-        values |= flat("distill", asdict(s.distill)) if s.distill is not None else ()
-        values |= {"seed": s.seed, "rope_theta": s.rope_theta}
+        found = {"data": asdict(s.data), "train": asdict(s.train), "distill": None}
+        for place in ("cache_dir", "folder", "validation"):
+            del found["data"][place]
+        for source in found["data"]["sources"].values():
+            del source["files"]
+        for name in FREE - {"steps"}:
+            del found["train"][name]
+        if s.distill is not None:
+            found["distill"] = asdict(s.distill)
         if self.number == 0:  # later ones start from a folder, which may have been moved
-            values |= flat("model", s.model)
-        return json.loads(json.dumps(values))
+            found["model"] = s.model
+        leaves = {name: value for key in found for name, value in flat(key, found[key])}
+        return json.loads(json.dumps({**leaves, "seed": s.seed, "rope_theta": s.rope_theta}))
 
     def figures(self) -> dict[str, float] | None:
         """Of the last validation, if the stage is finished and its model is where it should be.
@@ -125,11 +130,13 @@ def train(s: TrainSettings, out: TextIO | None = None) -> dict[str, float]:
     """
     with join_ranks(s.train.device) as ranks:
         if s.stages:
-            return _train_stages(s, out, ranks)
+            return train_stages(s, out, ranks)
         return Trainer(s, out, ranks).run()
 
 
-def _train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str, float]:
+def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str, float]:
+    """``train`` of settings with stages, on every one of ``ranks``."""
+
     def say(text: str) -> None:
         if ranks.main:
             print(text, file=sys.stderr if out is None else out, flush=True)
