@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from yocolm.eval.report_html import LINE_COLOURS, powers, size_text
@@ -10,6 +11,7 @@ from yocolm.eval.report_html import LINE_COLOURS, powers, size_text
 if TYPE_CHECKING:
     from yocolm.eval.report import Curves, Grid, Report
 
+_LETTERS = 14  # of a title, for each inch
 _NUMBERED = 300  # cells, up to which their values are written into them
 
 
@@ -24,9 +26,11 @@ def draw(report: Report, path: Path) -> bool:
     widths = [0.7 * len(grid.columns) + 2.5 for grid in report.grids] + [8.0] * len(report.curves)
     if not heights:
         return False
-    figure = Figure(figsize=(max(5.0, *widths), sum(heights) + 0.5), layout="constrained")
+    width = max(5.0, *widths)
+    title = wrap(f"{report.kind} of {report.model}: {report.headline}", int(width * _LETTERS))
+    figure = Figure(figsize=(width, sum(heights) + 0.2 * len(title)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{report.kind} of {report.model}: {report.headline}", fontsize=9)
+    figure.suptitle("\n".join(title), fontsize=9)
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, grid in zip(axes, report.grids, strict=False):
         _draw_grid(axis, grid)
@@ -68,6 +72,7 @@ def _draw_curves(axis: Any, curves: Curves) -> None:
     if points:
         ticks = powers(min(points), max(points))
         axis.set_xticks(ticks, [size_text(tick) for tick in ticks], fontsize=7)
+    axis.tick_params(labelsize=7)
     axis.set_title(curves.title, fontsize=9)
     axis.set_xlabel(curves.x_title, fontsize=8)
     axis.set_ylabel(curves.y_title, fontsize=8)
