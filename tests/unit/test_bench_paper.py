@@ -74,7 +74,8 @@ def test_throughput_is_that_of_the_simulated_engine(side: Side, batch: int) -> N
     trace = [TraceRequest(0.0, 31 * K, K) for _ in range(batch)]
     run = simulate(Setup(config, Hardware.load("h100"), settings), trace)
     # In the engine the first sequences decode while the last ones are still prefilled.
-    assert found["throughput"]["value"] == pytest.approx(batch * K / run.seconds, rel=0.02)
+    near = 0.001 if batch == 1 else 0.02
+    assert found["throughput"]["value"] == pytest.approx(batch * K / run.seconds, rel=near)
     if batch == 1:
         assert found["prefill"]["value"] == pytest.approx(run.requests[0].ttft, rel=1e-6)
 

@@ -36,7 +36,11 @@ RETENTION = replace(
 MODELS = {
     "retention": RETENTION,
     "window": replace(RETENTION, mixer=WindowConfig(8, 2, 64, 256, ROPE)),
+    "narrow window": replace(
+        RETENTION, mixer=WindowConfig(8, 2, 64, 256, ROPE), intermediate_size=64
+    ),
     "transformer": llama_twin(RETENTION),
+    "narrow": llama_twin(replace(RETENTION, intermediate_size=64)),
     "wide": llama_twin(replace(RETENTION, intermediate_size=4096)),
 }
 PROMPT, CHUNK = 1536, 1024

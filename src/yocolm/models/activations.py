@@ -59,13 +59,14 @@ def _yoco(config: YocoConfig, tokens: int, sequences: int, dtype_bytes: int) -> 
     # Keys and values of all layers are in the step's hands until it is committed.
     staged = tokens * config.num_self_layers * kv * dtype_bytes
     queries = mixer.num_heads * mixer.head_dim
-    mixing = 4 * size + 3 * queries + kv
+    mixing = 3 * size + 2 * queries + kv + max(size, queries)
     return tokens * max(mixing, mlp) * dtype_bytes + staged
 
 
 def _llama(config: LlamaConfig, tokens: int, dtype_bytes: int) -> int:
     """The layer's input and its norm stay; of a layer that has ended only its output does."""
     size, queries = config.hidden_size, config.num_heads * config.head_dim
-    mixing = 3 * size + 3 * queries  # queries as projected and rotated, attended, and the output
+    # Queries as projected, attended, and either rotated ones before or the output behind.
+    mixing = 2 * size + 2 * queries + max(size, queries)
     mlp = 5 * size + config.intermediate_size
     return tokens * max(mixing, mlp) * dtype_bytes
