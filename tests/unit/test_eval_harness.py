@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
-from harness_world import BOS, FAMILIES, Naive, model_folder, small, text_of
+from harness_world import BOS, EOS, FAMILIES, Naive, model_folder, small, text_of
 from tolerances import CROSS_PATH_FLOAT32
 from yocolm.engine.outputs import RequestOutput
 from yocolm.errors import RequestError
@@ -60,6 +61,19 @@ def test_loglikelihood_equals_whole_forward_passes(world: World) -> None:
     assert {greedy for _, greedy in wanted} == {True, False}
     longest = max(len(world.naive.encode("".join(pair))) for pair in pairs)
     assert longest > LENGTH + 20, "no context was cut"
+
+
+def test_greedy_is_what_is_so_in_every_token(world: World) -> None:
+    naive, context = world.naive, text_of(4, 6)
+    before, drawn = naive.encode(context), naive.greedy(context, 3)
+    assert len(drawn) == 3
+    first = (drawn[0] + 1) % 256
+    second = int(naive.logits([*before, first])[-1].argmax())
+    unlikely = (drawn[2] + 1) % 256
+    asked = [drawn, [first, second], [*drawn[:2], unlikely]]
+    spans = [Span(before + after, len(before)) for after in asked]
+    answers = dict(world.open()._scores(spans))
+    assert [answers[index][1] for index in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, LENGTH - 1, LENGTH, LENGTH + 1, 2 * LENGTH, 300])
@@ -139,6 +153,17 @@ def test_where_a_continuation_begins(
     assert got == (wanted, after)
 
 
+def test_nothing_is_added_to_a_text_that_begins_with_bos(yoco: World) -> None:
+    model = yoco.open()
+    inner: Any = model.tokenizer
+    inner.inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="$A $B", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    plain = model.encode("on", add_special_tokens=False)
+    assert model.encode("on") == [BOS, *plain, EOS]
+    assert model.encode("<s>on") == [BOS, *plain]
+
+
 def test_nothing_is_certain_and_nothing_before_is_bos(yoco: World) -> None:
     model, naive = yoco.open(), yoco.naive
     empty, first, nothing = model.loglikelihood([("", ""), ("", "the cat"), ("the", "")])
@@ -177,7 +202,7 @@ def test_examples_that_all_begin_with_are_computed_once(world: World) -> None:
     count = len(world.naive.encode(examples)) // 16 * 16
     assert count >= 32
     pairs = [(f"{examples} {text_of(3, seed)} {seed}", " the") for seed in range(9)]
-    model = world.open()
+    model = world.open(max_num_batched_tokens=2048)  # all would run in the same step
     answers = model.loglikelihood(pairs)
     assert model.cached_tokens >= 9 * count
     wanted = [world.naive.loglikelihood(*pair) for pair in pairs]

@@ -140,6 +140,15 @@ def test_options_reach_the_tasks(model: TextModel, tasks: Path) -> None:
     assert share["n-samples"]["choice"]["effective"] == 4
 
 
+def test_examples_depend_on_the_seed(model: TextModel, tasks: Path) -> None:
+    asked = []
+    for seed in (1, 1, 2):
+        options = TaskOptions(num_fewshot=2, limit=4, seed=seed)
+        found = evaluate(model, ["choice"], options, include_path=[tasks])
+        asked.append([sample["arguments"] for sample in found["samples"]["choice"]])
+    assert asked[0] == asked[1] != asked[2]
+
+
 def test_answers_are_kept_as_they_come_and_given_again(
     model: TextModel, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
