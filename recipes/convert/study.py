@@ -54,7 +54,8 @@ def main(overrides: list[str]) -> None:
         note(name, "by the teacher", start, TEACHER, True)
         if shape.mixer == "gated_retention":
             note(name, "and its hidden states", start, HIDDEN, True)
-    note("at random", "on the text", random_start(start, folder / "random"), TEXT, True)
+    start = random_start(folder / "gated-retention", folder / "random")
+    note("at random", "on the text", start, TEXT, True)
     (folder / "study.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(table(rows))
 
