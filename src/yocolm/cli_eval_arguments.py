@@ -119,7 +119,11 @@ def _add_needle(kinds: _Commands) -> None:
         "(default: 11)",
     )
     needle.add_argument(
-        "--needles", type=sizes, default=[1], metavar="N", help="in one text, such as 1,2,4,8"
+        "--needles",
+        type=sizes,
+        default=[1],
+        metavar="N",
+        help="in one text, such as 1,2,4,8 (default: 1)",
     )
     needle.add_argument(
         "--ask",

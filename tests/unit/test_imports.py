@@ -37,7 +37,9 @@ NO_TORCH = (
     "yocolm.engine.setup yocolm.engine.steps yocolm.engine.hardware yocolm.engine.forecast "
     "yocolm.engine.setup yocolm.engine.trace yocolm.engine.simulate yocolm.bench.simulated "
     "yocolm.bench.goodput yocolm.bench.capacity yocolm.cli_simulate yocolm.train.settings "
-    "yocolm.train.parsing yocolm.train.checks yocolm.eval.words"
+    "yocolm.train.parsing yocolm.train.checks yocolm.eval.words "
+    "yocolm.models.activations yocolm.bench.paper yocolm.bench.paper_reference "
+    "yocolm.bench.paper_report yocolm.bench.paper_page"
 ).split()
 # Imported where they are used: optional packages, and those that few need and that load slowly.
 OPTIONAL = re.compile(
