@@ -90,7 +90,7 @@ def test_a_new_process_goes_on(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
     command = [sys.executable, "-m", "yocolm.cli", "train", str(config)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     assert "resumed at step 4" in result.stderr
     weights = [tmp_path / name / "run/final/model.safetensors" for name in ("whole", "cut")]
