@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.oracle import MAGIC, Oracle, find
 
+from oracle import MAGIC, Oracle, find
 from yocolm import cli
 from yocolm.errors import RequestError
 from yocolm.eval.asking import Words

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.oracle import MAGIC, Oracle, find
 
+from oracle import MAGIC, Oracle, find
 from yocolm import cli
 from yocolm.errors import NumericsError, RequestError
 from yocolm.eval.asking import Asker, Words, default_lengths, groups, open_llm

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tiny import (
+
+from tiny import (
     FAMILIES,
     ONE_OF_EACH,
     VOCAB,
@@ -18,8 +19,7 @@ from tests.tiny import (
     served_model,
     tiny_model,
 )
-from tests.tolerances import CROSS_PATH
-
+from tolerances import CROSS_PATH
 from yocolm import cli
 from yocolm.errors import ConfigError, NumericsError, RequestError
 from yocolm.eval import nll as module
