@@ -156,11 +156,11 @@ def test_windows_and_documents_begin_with_bos(folder: Path) -> None:
         total += float(one.loss_sum(*_shifted(window), [len(window) - 1]).detach())
     loss_sum, starts = one.loss_sum, []
 
-    def noted(inputs: Any, targets: Any, lengths: list[int], *validating: bool) -> Tensor:
+    def noted(inputs: Any, targets: Any, lengths: list[int], validating: bool = False) -> Tensor:
         starts.extend(inputs[::24].tolist())
         first = inputs[1:24]
         assert (first == targets[: len(first)]).all()
-        return loss_sum(inputs, targets, lengths, *validating)
+        return loss_sum(inputs, targets, lengths, validating)
 
     one.loss_sum = noted
     figures = one.validate(10**9)
