@@ -38,7 +38,7 @@ TEXTS = (
     "jargon.txt",
 )
 CHARS_PER_TOKEN = 3.3
-DIGITS = (3, 4, 4, 5, 5, 6, 6, 6, 8, 8, 9)  # of a value; seven is the evaluation's
+DIGITS = (3, 4, 5, 6, 6, 7, 7, 7, 7, 8, 8, 9)  # of a value
 MAGIC = (
     "The special magic number for {key} is {value}.",
     "What is the special magic number for {key}? The special magic number for {key} is {value}.",

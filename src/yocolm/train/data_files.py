@@ -189,7 +189,7 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
         import pyarrow.parquet
     except ImportError as error:
         raise MissingDependencyError(
-            f"{path} needs the package datasets: pip install 'yocolm[data]'"
+            f"{path} needs the package datasets: pip install 'yocolm[train]'"
         ) from error
     try:
         columns = pyarrow.parquet.read_schema(path).names
