@@ -106,7 +106,7 @@ def _spec(arguments: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _rates(steps: list[StepRecord], length: int) -> dict[str, float]:
-    """Microseconds a token of prefill steps, around 64K (the 16K about it) and over the last 16K."""
+    """Microseconds a token of prefill steps: of 16K about 64K, and of the last 16K."""
     spans = {"around_64K": (57_344, 73_728), "last_16K": (length - 16_384, length)}
     found, done = {name: [0, 0.0] for name in spans}, 0
     for step in steps:
@@ -120,7 +120,7 @@ def _rates(steps: list[StepRecord], length: int) -> dict[str, float]:
 
 
 def _memory(arguments: argparse.Namespace, warm: int, peak: int) -> dict[str, int]:
-    """Anonymous memory: of the process once warm, by formula what this length adds, and the peak."""
+    """Anonymous bytes: of the process once warm, what this length adds by formula, the peak."""
     spec, width = _spec(arguments)
     pages = spec.num_pages(arguments.length, 64) - spec.num_pages(2 * arguments.chunk, 64)
     added = pages * spec.page_bytes(64, width)

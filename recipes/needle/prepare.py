@@ -142,8 +142,8 @@ class Maker:
         is_magic = self.random.random() < 0.45
         statement, question = MAGIC if is_magic else self.random.choice(FORMS)
         fill = {"key": key, "value": value, "what": self.random.choice(ATTRIBUTES)}
-        said = (_first_upper(text.format(**fill)) for text in (statement, question))
-        return Fact(*said, key, value, is_magic)
+        said, asked = (_first_upper(text.format(**fill)) for text in (statement, question))
+        return Fact(said, asked, key, value, is_magic)
 
     def question(self, fact: Fact, others: list[Fact]) -> str:
         """What asks for ``fact``, now and then together with up to seven of the ``others``."""
