@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 
 from yocolm.eval.perplexity import Perplexity, perplexity
-from yocolm.eval.report import HTML_FILE, PNG_FILE, Report
+from yocolm.eval.report import HTML_FILE, PNG_FILE, Report, prepare
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == "perplexity":
         return _perplexity(arguments)
+    if getattr(arguments, "output", None) is not None:
+        prepare(arguments.output)
     module = {"harness": "cli_harness", "nll": "cli_eval_nll"}.get(arguments.kind, "cli_eval_long")
     return importlib.import_module(f"yocolm.{module}").run(arguments)
 

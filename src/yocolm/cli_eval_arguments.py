@@ -39,7 +39,8 @@ def _add_perplexity(kinds: _Commands) -> None:
         description="Bits per byte of a UTF-8 text, in sliding windows. The total counts each "
         "token once. The rows by position cover all windows, so that a token counts in each that "
         "holds it (at most two, with the default stride). Where the tokenizer adds BOS, every "
-        "window begins with it.",
+        "window begins with it; where it does not, the text alone is begun with BOS, or else EOS, "
+        "which its first token is predicted from.",
     )
     add_model(text)
     text.add_argument("file", type=Path, metavar="FILE", help="a UTF-8 text")
@@ -62,7 +63,8 @@ def _add_nll(kinds: _Commands) -> None:
         description="Negative log-likelihood of long documents in one pass, cumulative and by "
         "position, in memory that a chunk bounds: state is carried from chunk to chunk. Each PATH "
         "is a document: a file, or a folder, whose files are joined in order, each behind a line "
-        "with its path.",
+        "with its path. The first token is predicted from BOS, or else EOS, whether or not the "
+        "tokenizer adds one.",
     )
     add_model(nll)
     nll.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="UTF-8 files or folders")
@@ -115,8 +117,8 @@ def _add_needle(kinds: _Commands) -> None:
         type=_depths,
         default=_depths("11"),
         metavar="N",
-        help="so many depths, evenly from start to end, or percentages such as 0,50,100 "
-        "(default: 11)",
+        help="so many depths, evenly from start to end, or percentages such as 0,50,100, a single "
+        "one with its sign (default: 11)",
     )
     needle.add_argument(
         "--needles",
@@ -245,7 +247,8 @@ def _add_words(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=size,
         metavar="N",
-        help="of an answer (default: 16; in a chat 64; as many times as answers are asked jointly)",
+        help="of an answer (default: 16, or 8 more than --digits; in a chat 64; as many times as "
+        "answers are asked jointly)",
     )
 
 
@@ -261,17 +264,19 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _depths(value: str) -> list[float]:
-    """Fractions: `11` is so many of them, `0,50,100` are percentages."""
-    if "," not in value:
+    """Fractions: `11` is so many of them, `0,50,100` and `50%` are percentages."""
+    if value.isascii() and value.isdigit() and value.strip("0"):
         count = size(value)
         return [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
     try:
-        percent = [float(part) for part in value.split(",")]
+        percent = [float(part.strip().removesuffix("%")) for part in value.split(",")]
     except ValueError:
         percent = [-1.0]
-    if not all(0 <= depth <= 100 for depth in percent):
+    alone = len(percent) == 1 and "%" not in value  # a number of depths, were it one
+    if alone or not all(0 <= depth <= 100 for depth in percent):
         raise argparse.ArgumentTypeError(
-            f"{value!r} must be a number of depths, or percentages from 0 to 100"
+            f"{value!r} is neither a number of depths nor percentages from 0 to 100, such as "
+            "0,50,100 or 50%"
         )
     return [depth / 100 for depth in percent]
 

@@ -20,7 +20,8 @@ _ENGINE = ("max_num_batched_tokens", "kv_memory")
 def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     if arguments.samples is not None:
-        arguments.samples.write_text("")  # now, not after hours: it may not be possible
+        with arguments.samples.open("ab"):  # now, not after hours: it may not be possible
+            pass
     with redirect_stdout(sys.stderr):  # libraries print; standard output is for results
         llm = open_model(
             arguments.model,
@@ -45,8 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
             name=arguments.model,
         )
     samples = found.pop("samples")
-    if arguments.samples is not None:
-        _write_samples(arguments.samples, samples)
     report = {
         "model": arguments.model,
         "max_length": model.max_length,
@@ -57,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         **found,
     }
     print(json.dumps(report, indent=2, default=str) if arguments.json else _table(report))
+    if arguments.samples is not None:
+        _write_samples(arguments.samples, samples)
     return 0
 
 

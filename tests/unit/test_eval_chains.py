@@ -13,6 +13,7 @@ from yocolm.errors import RequestError
 from yocolm.eval.asking import Words
 from yocolm.eval.chains import ChainPlan, chain_report, evaluate_chains, score_variables
 from yocolm.eval.haystack import Haystack
+from yocolm.eval.report_html import page
 from yocolm.eval.turns import TurnPlan, evaluate_turns, first_sentence, turn_report
 from yocolm.models.registry import load_tokenizer
 from yocolm.tokenizer import Tokenizer
@@ -77,6 +78,17 @@ def test_chains_lead_to_their_ends(haystack: Haystack, tokenizer: Tokenizer) -> 
             assert len(re.findall("is the same as the one for", shown)) == 3 * links
 
 
+@pytest.mark.parametrize("task", ["retrieval", "variables"])
+def test_numbers_in_the_text_are_no_values(tokenizer: Tokenizer, task: str) -> None:
+    ids = tokenizer.encode("It rained. " * 100, add_special_tokens=False)
+    taken = frozenset(str(n) for n in range(10) if n not in (3, 7))
+    plan = ChainPlan([200], [task], [0], chains=2, runs=3)
+    text = Haystack(ids, range(0, len(ids) - 5, 5), taken)
+    oracle, _ = chains(text, tokenizer, plan, digits=1)
+    facts = [re.findall(rf"(?:{MAGIC} \w+ is|VAR \w+ =) (\d)\.", shown) for shown in oracle.texts]
+    assert [sorted(found) for found in facts] == [["3", "7"]] * 3
+
+
 def test_one_fact_alone_does_not_answer(haystack: Haystack, tokenizer: Tokenizer) -> None:
     """The number beside the asked key, or any number, is not enough."""
 
@@ -129,11 +141,16 @@ def test_the_report_of_chains(haystack: Haystack, tokenizer: Tokenizer) -> None:
     assert [grid.values for grid in report.grids] == [[[1, 1], [0, 0]]] * 2
     assert report.cells[0]["all_right"] == 1 and report.cells[2]["score"] == 0
     assert report.summary["score"] == 0.5
+    assert '<td class="text">retrieval, variables</td>' in page(report)
 
 
 def test_bad_chains_are_refused(haystack: Haystack, tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="task 'x' is unknown; give one of retrieval"):
         ChainPlan([100], ["x"])
+    with pytest.raises(RequestError, match="hops have 1 twice"):
+        ChainPlan([100], hops=[1, 0, 1])
+    with pytest.raises(RequestError, match="lengths have 100 twice"):
+        TurnPlan([100, 100])
     with pytest.raises(RequestError, match="hops are .* at least 0"):
         ChainPlan([100], hops=[-1])
     with pytest.raises(RequestError, match="123 different keys are needed and there are 120"):

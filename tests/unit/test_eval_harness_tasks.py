@@ -353,6 +353,10 @@ def test_the_command_prints_a_table_or_json(
         ["acc_norm", *rows[1][1:]],
         ["written", "0", "8", "exact_match"],
     ]
+    kept = samples.read_text()
+    with pytest.raises(RequestError, match="task file none.yaml does not exist"):
+        run_command(*common[:1], "--tasks", "none.yaml", *common[3:], "--samples", str(samples))
+    assert samples.read_text() == kept
     nowhere = str(tmp_path / "nowhere" / "samples.jsonl")
     with pytest.raises(OSError, match="nowhere"):
         run_command("not-a-model", "--tasks", "choice", "--samples", nowhere)

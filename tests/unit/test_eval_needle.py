@@ -111,7 +111,8 @@ def test_all_can_be_asked_for_one_by_one(haystack: Haystack, tokenizer: Tokenize
     assert len(samples) == 8 and all(sample["score"] == 1 for sample in samples)
     texts = {shown.rpartition(" What is")[0] for shown in oracle.texts}
     assert len(texts) == 2  # the same text for all four
-    assert max(len(ids) for ids in oracle.prompts) == 900 - 16
+    sizes = [len(ids) for ids in oracle.prompts]
+    assert [max(sizes[:4]), max(sizes[4:])] == [900 - 16] * 2  # the longest question fills it
     some = ask(haystack, tokenizer, NeedlePlan([900], [0.5], (1, 4), ask=2, runs=2))[1]
     assert [sample["needles"] for sample in some] == [1, 1, 4, 4, 4, 4]
 
@@ -181,7 +182,8 @@ def test_every_template_and_key_list_can_be_answered(
 
 def test_words_of_ones_own(haystack: Haystack, tokenizer: Tokenizer, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("Mrs. Long\n\nCharlotte\n")
+    keys.write_text("\ufeffMrs. Long\n\nCharlotte\n")  # as some editors begin files
+    assert load_keys(str(keys)) == ["Mrs. Long", "Charlotte"]
     oracle, samples = ask(
         haystack,
         tokenizer,
@@ -205,6 +207,9 @@ def test_bad_words_are_refused(tmp_path: Path) -> None:
         template(needle="no field")
     with pytest.raises(RequestError, match="question '{what}' must have {key}"):
         template(question="{what}")
+    for text in ("{value:d} {key}", "{value!r} {key}", "{value:{key}} {key}"):
+        with pytest.raises(RequestError, match="has a format in a field"):
+            template(needle=text)
     with pytest.raises(RequestError, match="cue '{' is no template"):
         template(cue="{")
     with pytest.raises(RequestError, match="template 'x' is unknown; give one of magic"):
@@ -232,6 +237,9 @@ def test_bad_words_are_refused(tmp_path: Path) -> None:
         ({"needles": [0]}, "needles is"),
         ({"runs": 0}, "runs is 0"),
         ({"ask": 0}, "ask is 0"),
+        ({"lengths": [200, 100, 200]}, "lengths have 200 twice"),
+        ({"depths": [0.5, 0.5]}, "depths have 0.5 twice"),
+        ({"needles": [2, 1, 2]}, "numbers of needles have 2 twice"),
     ],
 )
 def test_bad_plans_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -258,6 +266,41 @@ def test_a_chat_holds_text_and_question(haystack: Haystack, tokenizer: Tokenizer
         before, _, behind = frame.partition("#")
         assert shown.startswith(f"{before}Read this.") and shown.endswith(f"?{behind}")
         assert "number for" in shown and not shown.endswith(" is")
+
+
+@pytest.mark.parametrize(("digits", "room"), [(1, 16), (7, 16), (8, 16), (9, 17), (18, 26)])
+def test_an_answer_has_room_for_its_digits(digits: int, room: int) -> None:
+    words = Words.make(digits=digits)
+    assert words.room() == room and words.room(3) == 3 * room
+    assert Words.make(digits=digits, max_tokens=5).room(3) == 5
+
+
+@pytest.mark.parametrize("digits", [0, 19])
+def test_digits_are_checked_first(
+    digits: int, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestError, match=f"digits is {digits}; it must be from 1 to 18"):
+        Words.make(digits=digits)
+    if digits:  # before a model is looked for
+        lengths = ["--lengths", "1K", "--digits", str(digits)]
+        assert cli.main(["eval", "needle", "no-model", str(text), *lengths]) == 1
+        assert f"digits is {digits}" in capsys.readouterr().err
+
+
+def test_needles_far_from_their_depth_are_pointed_out(
+    haystack: Haystack, tokenizer: Tokenizer
+) -> None:
+    def notes(text: Haystack, plan: NeedlePlan) -> list[str]:
+        words, oracle = Words.make(), Oracle(tokenizer, find)
+        done = evaluate_needles(oracle, tokenizer, text, plan, words)
+        return needle_report("m", plan, words, *done, ["Before."]).notes
+
+    # All needles are asked for; only the first of each text has a depth to lie at.
+    assert notes(haystack, NeedlePlan([1500], (0, 0.5, 1), (4,), ask=None, runs=2)) == ["Before."]
+    endless = Haystack(tokenizer.encode("word " * 5000, add_special_tokens=False), [0])
+    _, note = notes(endless, NeedlePlan([500], (0, 0.3, 1), runs=2))
+    assert note.startswith("2 of 6 texts have no end of a sentence near the depth of their cell")
+    assert "up to 30 % of the text" in note
 
 
 def test_prompts_exist_in_groups() -> None:
@@ -342,3 +385,35 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]  # fmt: skip
     assert cli.main([*command, "--keys", "nowhere"]) == 1
     assert "neither a file nor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "depths"),
+    [
+        ("3", [0, 0.5, 1]),
+        ("1", [0.5]),
+        ("50%", [0.5]),
+        ("0%", [0]),
+        ("0, 33.3%,100", [0, 0.333, 1]),
+    ],
+)
+def test_depths_are_a_number_or_percentages(given: str, depths: list[float]) -> None:
+    parsed = cli.build_parser().parse_args(["eval", "needle", "m", "f", "--depths", given])
+    assert parsed.depths == pytest.approx(depths)
+
+
+@pytest.mark.parametrize("given", ["0", "33.3", "-1", "101%", "x", "", "0,,1", "nan%"])
+def test_other_depths_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["eval", "needle", "m", "f", f"--depths={given}"])
+    assert "neither a number of depths nor percentages from 0 to 100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["needle", "multi-hop", "multi-turn", "nll"])
+def test_a_report_that_cannot_be_written_is_refused_first(
+    kind: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    for place in (text, text / "below", tmp_path / "out"):
+        assert cli.main(["eval", kind, "no-model", str(text), "--output", str(place)]) == 1
+        assert f"report cannot be written to {place} (" in capsys.readouterr().err

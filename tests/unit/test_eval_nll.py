@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from yocolm.errors import ConfigError, NumericsError, RequestError
 from yocolm.eval import nll as module
 from yocolm.eval.corpus import load_document
 from yocolm.eval.nll import LongScorer, Scored, cumulative, nll, nll_report, position_table
+from yocolm.eval.report_html import page
 from yocolm.models.registry import load_tokenizer
 
 TOKENS = 150
@@ -150,6 +152,17 @@ def test_documents_of_different_lengths_are_pointed_out() -> None:
     assert "different lengths, 100 to 200" in report.notes[0]
 
 
+def test_a_terminal_is_shown_text_as_it_is_and_a_page_escaped() -> None:
+    settings = {"glob": ("<a>", "b&c"), "more": {"<d>": 1}}
+    report = replace(
+        nll_report("m", [scored([1.0] * 9)], settings, {}), cells=[{"name": "<x> & y"}]
+    )
+    assert "<x> & y" in report.text()
+    shown = page(report)
+    assert "<td>&lt;x&gt; &amp; y</td>" in shown and "&lt;a&gt;, b&amp;c</td>" in shown
+    assert "&lt;d&gt;: 1</td>" in shown
+
+
 def test_a_folder_is_one_document(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bundled")
     assert tokenizer is not None
@@ -176,6 +189,11 @@ def test_a_folder_is_one_document(tmp_path: Path) -> None:
         text(globs=["pic*"])
     with pytest.raises(RequestError, match=r"holds no text in \['\*.h'\]"):
         text(globs=["*.h"])
+    for glob in ("/*.c", "a**.c"):
+        with pytest.raises(RequestError, match="does not name files within"):
+            text(globs=[glob])
+    with pytest.raises(RequestError, match="holds no text"):
+        text(globs=[""])
     with pytest.raises(RequestError, match="neither a file nor a folder"):
         load_document(tmp_path / "none", tokenizer, 10)
 
@@ -199,6 +217,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     whole = nll("bundled", [text], length=100, chunk=100)
     assert printed["summary"]["nll_per_token"] == pytest.approx(whole.summary["nll_per_token"])
     assert printed["summary"]["tokens_scored"] == 100
+    assert printed["settings"]["first_token"] == "predicted from BOS"
+    with pytest.raises(RequestError, match="paths have .*text.txt twice"):
+        nll("bundled", [text, text])
     # What repeats is predicted better and better.
     assert printed["cells"][1]["nll_per_token"] < printed["cells"][0]["nll_per_token"]
     page = (tmp_path / "out" / "report.html").read_text()

@@ -13,11 +13,12 @@ from yocolm.engine.outputs import RequestOutput
 from yocolm.engine.sampling_params import SamplingParams
 from yocolm.errors import NumericsError, RequestError
 from yocolm.eval.haystack import continuation
-from yocolm.eval.words import Template, load_keys, template
+from yocolm.eval.words import Template, check_digits, load_keys, template
 from yocolm.models.registry import load_config, load_tokenizer
 from yocolm.tokenizer import Tokenizer
 
 PLAIN_TOKENS, CHAT_TOKENS = 16, 64  # of an answer, unless set
+_BESIDE_DIGITS = 8  # tokens of an answer: a tokenizer may take one for each digit of a number
 _AT_ONCE = 16  # sequences that hold state
 _GROUP = 32  # prompts that exist at once,
 _GROUP_TOKENS = 1 << 22  # and their tokens
@@ -43,7 +44,7 @@ class Words:
     template: sentences; ``keys`` and ``digits`` fill them.
     preamble: text before the passage.
     chat: as a user's message, without a cue.
-    max_tokens: of an answer; None: 16, in a chat 64.
+    max_tokens: of an answer; None: 16, or more where ``digits`` may take more; in a chat 64.
     """
 
     template: Template
@@ -52,6 +53,9 @@ class Words:
     preamble: str = ""
     chat: bool = False
     max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_digits(self.digits)
 
     @classmethod
     def make(
@@ -69,7 +73,8 @@ class Words:
 
     def room(self, answers: int = 1) -> int:
         """Tokens of an answer that has so many numbers."""
-        return self.max_tokens or (CHAT_TOKENS if self.chat else PLAIN_TOKENS) * answers
+        plain = max(PLAIN_TOKENS, self.digits + _BESIDE_DIGITS)
+        return self.max_tokens or (CHAT_TOKENS if self.chat else plain) * answers
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -239,6 +244,14 @@ def check_positive(settings: Mapping[str, Sequence[int] | int]) -> None:
         numbers = [value] if isinstance(value, int) else list(value)
         if not numbers or min(numbers) < 1:
             raise RequestError(f"{name} is {value!r}; it must be at least 1")
+
+
+def check_different(settings: Mapping[str, Sequence[Any]]) -> None:
+    """Raise RequestError where a list has something twice, which would be counted twice."""
+    for name, values in settings.items():
+        twice = next((one for i, one in enumerate(values) if one in values[:i]), None)
+        if twice is not None:
+            raise RequestError(f"{name} have {twice} twice; give different ones")
 
 
 def _took(output: RequestOutput) -> float:

@@ -26,6 +26,7 @@ from yocolm.eval.asking import (
     Progress,
     Turn,
     Words,
+    check_different,
     check_positive,
     groups,
 )
@@ -64,6 +65,7 @@ class ChainPlan:
         for task in self.tasks:
             if task not in TASKS:
                 raise RequestError(f"task {task!r} is unknown; give one of {', '.join(TASKS)}")
+        check_different({"lengths": self.lengths, "tasks": self.tasks, "hops": self.hops})
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,17 @@ def load_document(
 def _folder(
     folder: Path, globs: Sequence[str] | None, shuffle: int | None, header: str
 ) -> Iterator[str]:
-    found = {path for glob in globs or ["*"] for path in folder.rglob(glob) if path.is_file()}
-    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    found: set[str] = set()
+    for glob in globs or ["*"]:
+        try:
+            files = [path for path in folder.rglob(glob) if path.is_file()]
+            found.update(path.relative_to(folder).as_posix() for path in files)
+        except (NotImplementedError, ValueError, IndexError) as error:
+            raise RequestError(
+                f"glob {glob!r} does not name files within {folder} ({error}); give a pattern such "
+                "as '*.c'"
+            ) from error
+    names = sorted(found)
     if not globs:
         names = [name for name in names if not any(p.startswith(".") for p in name.split("/"))]
     if shuffle is not None:

@@ -1,7 +1,8 @@
 """Needles in a haystack: sentences with random numbers hidden in text, asked for over depth and
 length.
 
-A prompt and its answer have exactly the tokens of their length. Needles stand between sentences of
+A prompt and its answer have exactly the tokens of their length (of several questions about one
+text, the longest has). Needles stand between sentences of
 the text; the one that is asked for at the depth of its cell, counted in tokens, the others
 anywhere. No key occurs twice in a text, no number in the text by itself, and right is the exact
 number.
@@ -23,20 +24,23 @@ from yocolm.eval.asking import (
     Progress,
     Turn,
     Words,
+    check_different,
     check_positive,
     groups,
 )
 from yocolm.eval.haystack import Haystack, Passage, continuation
-from yocolm.eval.report import Grid, Report, accuracy_line, mean
+from yocolm.eval.report import JSON_FILE, Grid, Report, accuracy_line, mean
 from yocolm.eval.words import draw_keys, draw_numbers, listed, numbers_in
 from yocolm.tokenizer import Tokenizer
+
+_FAR = 0.05  # of a text: between a needle and the depth of its cell, from which on it is said
 
 
 @dataclass(frozen=True)
 class NeedlePlan:
     """What is tried: every number of needles at every length and depth, ``runs`` times.
 
-    lengths: tokens of prompt and answer.
+    lengths: tokens of prompt and answer; of several questions about one text, of the longest.
     depths: of the needle that is asked for, from 0 (the start of the text) to 1.
     needles: numbers of needles in one text.
     ask: for how many of them; None for all.
@@ -57,6 +61,9 @@ class NeedlePlan:
         check_positive({"ask": 1 if self.ask is None else self.ask})
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise RequestError(f"depths are {list(self.depths)}; they must be from 0 to 1")
+        check_different(
+            {"lengths": self.lengths, "depths": self.depths, "numbers of needles": self.needles}
+        )
 
     def asked(self, needles: int) -> int:
         return needles if self.ask is None else min(self.ask, needles)
@@ -274,9 +281,25 @@ def needle_report(
             for found in [_scores(samples, needles, length, depth)]
         ],
         grids=grids,
-        notes=list(notes),
+        notes=[*notes, *_misplaced(samples)],
         samples=list(samples),
     )
+
+
+def _misplaced(samples: Sequence[dict[str, Any]]) -> list[str]:
+    """A note where needles do not lie where their cells say."""
+    got: dict[tuple[Any, ...], float] = {}
+    for one in samples:  # the first question about a text is the one for the cell's needle
+        place = (one["needles"], one["length"], one["depth"], one["run"])
+        got.setdefault(place, one["depths"][0])
+    off = [abs(depth - place[2]) for place, depth in got.items()]
+    far = sum(one > _FAR for one in off)
+    if not far:
+        return []
+    return [
+        f"{far} of {len(off)} texts have no end of a sentence near the depth of their cell: the "
+        f"needle lies up to {100 * max(off):.0f} % of the text from it ({JSON_FILE} has where)."
+    ]
 
 
 def _scores(

@@ -27,13 +27,14 @@ from yocolm.engine.engine import require_device
 from yocolm.engine.settings import available_memory
 from yocolm.engine.state import PagedState
 from yocolm.errors import ConfigError, NumericsError, RequestError
-from yocolm.eval.asking import beyond_context
+from yocolm.eval.asking import beyond_context, check_different
 from yocolm.eval.corpus import HEADER, Document, load_document
 from yocolm.eval.perplexity import Text
 from yocolm.eval.report import Curves, Report
 from yocolm.models.base import Batch, CausalLM
 from yocolm.models.registry import load_model, load_tokenizer
 from yocolm.models.spec import DEFAULT_PAGE_SIZE, model_spec
+from yocolm.tokenizer import Tokenizer
 
 FIRST_BUCKET = 64  # positions; each bucket but the second is as wide as all before it
 _LOGITS = 1 << 24  # logits that exist at once
@@ -198,6 +199,7 @@ def nll(
     """
     if not 0 < share <= 1:
         raise RequestError(f"share is {share}; it must be above 0 and at most 1")
+    check_different({"paths": list(map(str, paths))})
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer; a text needs one")
@@ -227,10 +229,18 @@ def nll(
             "shuffle": shuffle,
             "seed": seed,
             "dtype": dtype,
+            "first_token": _first_token(documents[0].text, tokenizer),
         },
         {"seconds": seconds, "peak_memory_bytes": _peak_memory(scorer.device)},
         beyond_context(model, [max(lengths)]),
     )
+
+
+def _first_token(text: Text, tokenizer: Tokenizer) -> str:
+    """What the first token of a document is predicted from."""
+    if text.prefix is None:
+        return "not scored"
+    return "predicted from " + ("BOS" if text.prefix == tokenizer.bos_token_id else "EOS")
 
 
 def nll_report(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from yocolm.errors import RequestError
 from yocolm.eval.report_html import page, shown
 from yocolm.eval.report_png import draw
 
@@ -109,6 +111,24 @@ class Report:
         if draw(self, folder / PNG_FILE):
             written.append(folder / PNG_FILE)
         return written
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of a report, before hours of evaluation. Raises RequestError where files
+    cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for name in (JSON_FILE, HTML_FILE, PNG_FILE):
+            if (folder / name).exists():
+                with (folder / name).open("ab"):
+                    pass
+    except OSError as error:
+        raise RequestError(
+            f"a report cannot be written to {folder} ({error.strerror}: {error.filename}); name "
+            "another folder, or one that does not exist yet"
+        ) from error
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

@@ -157,7 +157,7 @@ def _cells(cells: Sequence[dict[str, Any]]) -> str:
     names = list(cells[0])
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     rows = "\n".join(
-        "<tr>" + "".join(f"<td>{shown(cell[name])}</td>" for name in names) + "</tr>"
+        "<tr>" + "".join(f"<td>{escape(shown(cell[name]))}</td>" for name in names) + "</tr>"
         for cell in cells
     )
     return (
@@ -169,25 +169,25 @@ def _cells(cells: Sequence[dict[str, Any]]) -> str:
 def _pairs(title: str, values: dict[str, Any]) -> str:
     rows = "\n".join(
         f'<tr><th class="text">{escape(name.replace("_", " "))}</th>'
-        f'<td class="text">{shown(value)}</td></tr>'
+        f'<td class="text">{escape(shown(value))}</td></tr>'
         for name, value in values.items()
     )
     return f'<h2>{title}</h2>\n<table class="plain">\n{rows}\n</table>'
 
 
 def shown(value: Any) -> str:
-    """A value of a table or of the settings, escaped for HTML."""
+    """A value of a table or of the settings."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.4f}".rstrip("0").rstrip(".")
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return ", ".join(map(shown, value)) or "-"
     if isinstance(value, dict):
-        return ", ".join(f"{escape(name)}: {shown(one)}" for name, one in value.items())
-    return escape(value)
+        return ", ".join(f"{name}: {shown(one)}" for name, one in value.items())
+    return str(value)
 
 
 def _wrong(samples: Sequence[dict[str, Any]]) -> str:
@@ -198,7 +198,9 @@ def _wrong(samples: Sequence[dict[str, Any]]) -> str:
     names = [name for name in wrong[0] if name not in ("prompt_tokens", "seconds")]
     head = "".join(f'<th class="text">{escape(name)}</th>' for name in names)
     rows = "\n".join(
-        "<tr>" + "".join(f'<td class="text">{shown(one[name])}</td>' for name in names) + "</tr>"
+        "<tr>"
+        + "".join(f'<td class="text">{escape(shown(one[name]))}</td>' for name in names)
+        + "</tr>"
         for one in wrong[:_SHOWN]
     )
     more = f" (the first {_SHOWN} of {len(wrong)})" if len(wrong) > _SHOWN else ""

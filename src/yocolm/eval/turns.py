@@ -16,6 +16,7 @@ from yocolm.eval.asking import (
     Progress,
     Turn,
     Words,
+    check_different,
     check_positive,
     groups,
 )
@@ -30,6 +31,7 @@ from yocolm.tokenizer import Tokenizer
 class TurnPlan:
     """What is tried: ``runs`` conversations at every length.
 
+    lengths: tokens of the last prompt and its answer if all answers are as long as they may be.
     turns: needles in the text, and questions, one for each, whose order is not the text's.
     true_answers: keep the true answers in the context instead of the model's.
     """
@@ -42,6 +44,7 @@ class TurnPlan:
 
     def __post_init__(self) -> None:
         check_positive({"lengths": self.lengths, "turns": self.turns, "runs": self.runs})
+        check_different({"lengths": self.lengths})
 
 
 @dataclass

@@ -15,6 +15,8 @@ from string import Formatter
 
 from yocolm.errors import RequestError
 
+MOST_DIGITS = 18
+
 
 @dataclass(frozen=True)
 class Template:
@@ -116,14 +118,16 @@ def template(name: str = "magic", **own: str | None) -> Template:
 
 def _check_fields(what: str, text: str) -> None:
     try:
-        found = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+        fields = [field[1:] for field in Formatter().parse(text) if field[1] is not None]
     except ValueError as error:
         raise RequestError(f"{what} {text!r} is no template: {error}") from error
-    wanted = _FIELDS[what]
+    found, wanted = {name for name, _, _ in fields}, _FIELDS[what]
     must = wanted if what in ("needle", "link") else set()
     if not must <= found <= wanted:
         listed = " and ".join(f"{{{name}}}" for name in sorted(wanted))
         raise RequestError(f"{what} {text!r} must have {listed} in it, and no other field")
+    if any(form or conversion for _, form, conversion in fields):
+        raise RequestError(f"{what} {text!r} has a format in a field; give the name alone")
 
 
 def load_keys(name: str) -> Sequence[str]:
@@ -137,7 +141,7 @@ def load_keys(name: str) -> Sequence[str]:
             "one key a line"
         )
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not UTF-8: byte {error.start}") from error
     keys = [line for line in lines if line]
@@ -158,12 +162,16 @@ def draw_keys(keys: Sequence[str], count: int, rng: random.Random) -> list[str]:
     return rng.sample(list(keys), count)
 
 
+def check_digits(digits: int) -> None:
+    """Raise RequestError for a number of digits that needles cannot have."""
+    if not 1 <= digits <= MOST_DIGITS:
+        raise RequestError(f"digits is {digits}; it must be from 1 to {MOST_DIGITS}")
+
+
 def draw_numbers(
     digits: int, count: int, rng: random.Random, taken: Callable[[str], bool]
 ) -> list[str]:
     """``count`` different numbers of so many digits, none of which is ``taken``."""
-    if not 1 <= digits <= 18:
-        raise RequestError(f"digits is {digits}; it must be from 1 to 18")
     drawn: dict[str, None] = {}
     for _ in range(1000 * count):
         number = str(rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
