@@ -13,7 +13,7 @@ from yocolm.bench.op_cases import all_cases
 from yocolm.bench.ops import measure_ops, ops_table
 from yocolm.bench.paper_page import html_report, plot
 from yocolm.bench.paper_report import text_report
-from yocolm.bench.paper_run import Options, run_paper
+from yocolm.bench.paper_run import HERE, Options, run_paper
 from yocolm.bench.peers import PeerSpec, Workload, measure_peers, peer_spec, peers_table
 from yocolm.bench.report import machine, plot_peers, pyplot, save_json
 from yocolm.bench.serving import Sweep, measure_serving
@@ -32,6 +32,7 @@ VLLM_MODES = {  # name: (fast prefill, eager)
 }
 
 
+CHECK_PAIR, CHECK_LENGTHS = "160M", tuple(size * 1024 for size in (2, 4, 8, 16, 32))
 MIX_PROMPTS = 100  # requests of a mix, unless set
 _SERVING = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "page_size")
 _SERVING += ("mean_tokens", "swap_space", "policy", "ttft_target", "tpot_target")
@@ -61,6 +62,8 @@ def _finish(result: dict[str, Any], text: str, path: Path | None) -> None:
 
 def _check_output(path: Path | None) -> None:
     """Before hours of measuring, not after."""
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist; create it, or name another file")
 
@@ -145,12 +148,19 @@ def _paper(arguments: argparse.Namespace) -> int:
         _check_output(path)
     if arguments.plot is not None:
         pyplot()
+    asked = arguments.check or arguments.check_pair or arguments.check_lengths
+    if asked and (arguments.hardware == HERE or arguments.check is False):
+        without = "--no-check" if arguments.check is False else f"--hardware {HERE}"
+        raise ConfigError(
+            f"with {without} no pair is measured to check predictions: leave out --check, "
+            "--check-pair and --check-lengths"
+        )
     options = Options(
         pair=arguments.pair,
         hardware=arguments.hardware,
         lengths=tuple(arguments.lengths),
-        check=arguments.check_pair if arguments.check else None,
-        check_lengths=tuple(arguments.check_lengths),
+        check=None if arguments.check is False else arguments.check_pair or CHECK_PAIR,
+        check_lengths=tuple(arguments.check_lengths or CHECK_LENGTHS),
         dtype=arguments.dtype,
         batch=arguments.batch,
         chunk=arguments.max_num_batched_tokens,

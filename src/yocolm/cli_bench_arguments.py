@@ -197,16 +197,12 @@ def _add_bench_paper(kinds: Commands) -> None:
     here.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="measure --check-pair where the hardware is another machine (default: --check)",
     )
-    here.add_argument(
-        "--check-pair", default="160M", metavar="NAME", help="which one (default: 160M)"
-    )
+    here.add_argument("--check-pair", metavar="NAME", help="which one (default: 160M)")
     here.add_argument(
         "--check-lengths",
         type=sizes,
-        default=[size * 1024 for size in (2, 4, 8, 16, 32)],
         metavar="NS",
         help="of that pair (default: 2K,4K,8K,16K,32K)",
     )

@@ -11,7 +11,7 @@ import pytest
 
 from yocolm import cli
 from yocolm.bench.paper import PARTS, Side, Study, run_study
-from yocolm.bench.paper_page import html_report, plot
+from yocolm.bench.paper_page import _ratios, html_report, plot
 from yocolm.bench.paper_reference import LENGTHS, RATIOS
 from yocolm.bench.paper_report import text_report
 from yocolm.bench.paper_run import Options, pair_configs, run_paper
@@ -97,6 +97,15 @@ def test_the_papers_ratios_are_met_where_one_card_is_enough() -> None:
     assert result["rows"][-1]["ratios"]["most_throughput"] is None
     assert [one["paper"] for one in result["headline"]] == [9.38, 30.3, 71.82, 9.56]
     assert not run_study(study("160M"))["headline"]
+
+
+def test_a_machine_that_cannot_hold_the_weights_holds_no_sequence() -> None:
+    tiny = replace(Hardware.load("h100"), memory_bytes=1 << 30)
+    row = run_study(study(hardware={"yoco": tiny, "transformer": tiny}))["rows"][0]
+    for cell in row["models"].values():
+        assert cell["most_sequences"] == 0 and cell["most_throughput"] is None
+        assert not cell["fits"]
+    assert row["ratios"]["most_throughput"] is None
 
 
 class Scripted:
@@ -198,6 +207,29 @@ def test_the_command_saves_numbers_page_and_plot(
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
     assert "</html>" in files["html"].read_text()
     plot({"studies": [run_study(small(), Scripted())]}, files["plot"])
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--json", "--html"):
+        assert cli.main(["bench", "paper", "--pair", "none", option, str(tmp_path)]) == 1
+        assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--check"], ["--check-pair", "160M"], ["--check-lengths", "2K"]])
+def test_a_check_that_would_not_be_made_is_refused(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "paper", "--pair", "none", "--hardware", "here"]
+    assert cli.main([*command, *more]) == 1
+    assert "with --hardware here no pair is measured to check" in capsys.readouterr().err
+
+
+def test_only_the_papers_own_study_has_its_ratios_beside() -> None:
+    own, other = (run_study(study(pair, (32 * K,))) for pair in ("3B", "160M"))
+    assert _ratios(own, "memory")[1] == [(32 * K, RATIOS["memory"][32 * K])]
+    assert _ratios(other, "memory")[1] == []
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,20 @@ def _parts_figure(study: dict[str, Any]) -> str:
     return f"<figure><h3>{escape(title)}</h3>{names}{chart.html()}</figure>"
 
 
+def _ratios(study: dict[str, Any], name: str) -> tuple[Points, Points]:
+    """Ours and the paper's over lengths, where the study is the paper's."""
+    beside = study["beside_paper"]
+    source = "most_throughput" if name == "throughput" and beside else name
+    rows = study["rows"]
+    ours = [(r["length"], r["ratios"][source]["value"]) for r in rows if r["ratios"][source]]
+    theirs = [(r["length"], r["paper"][name]) for r in rows if beside and r["paper"][name]]
+    return ours, theirs
+
+
 def _ratio_figure(study: dict[str, Any], lengths: Sequence[int]) -> str:
     lines: list[tuple[str, str, Points, bool]] = []
     for kind, (_, name, title) in zip(("c1", "c2", "c4"), _METRICS, strict=True):
-        source = "most_throughput" if name == "throughput" and study["beside_paper"] else name
-        ours = [
-            (r["length"], r["ratios"][source]["value"])
-            for r in study["rows"]
-            if r["ratios"][source]
-        ]
-        theirs = [(r["length"], r["paper"][name]) for r in study["rows"] if r["paper"][name]]
+        ours, theirs = _ratios(study, name)
         lines.append((kind, title, ours, False))
         if study["beside_paper"]:
             lines.append((kind, f"{title}, paper", theirs, True))
@@ -141,16 +145,6 @@ def _ratio_figure(study: dict[str, Any], lengths: Sequence[int]) -> str:
     entries = [(kind, title) for kind, title, _, dotted in lines if not dotted]
     dots = "; dots: the paper" if study["beside_paper"] else ""
     return _figure(f"YOCO over Transformer{dots}", legend(entries), chart)
-
-
-def _ratios(study: dict[str, Any], name: str) -> tuple[Points, Points]:
-    """Ours and the paper's over lengths, where the study is the paper's."""
-    beside = study["beside_paper"]
-    source = "most_throughput" if name == "throughput" and beside else name
-    rows = study["rows"]
-    ours = [(r["length"], r["ratios"][source]["value"]) for r in rows if r["ratios"][source]]
-    theirs = [(r["length"], r["paper"][name]) for r in rows if beside and r["paper"][name]]
-    return ours, theirs
 
 
 def _figure(title: str, names: str, chart: Chart) -> str:
@@ -197,13 +191,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def _plot_ratios(axis: Any, study: dict[str, Any]) -> None:
     colours = ("tab:blue", "tab:purple", "tab:green")
     for colour, (_, name, title) in zip(colours, _METRICS, strict=True):
-        source = "most_throughput" if name == "throughput" and study["beside_paper"] else name
-        ours = [
-            (r["length"], r["ratios"][source]["value"])
-            for r in study["rows"]
-            if r["ratios"][source]
-        ]
-        theirs = [(r["length"], r["paper"][name]) for r in study["rows"] if r["paper"][name]]
+        ours, theirs = _ratios(study, name)
         if ours:
             axis.plot(*zip(*ours, strict=True), color=colour, label=title)
         if theirs:
