@@ -48,5 +48,5 @@ def _gguf_to_yoco(
     parent = destination.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".gguf-") as folder:
-        convert_gguf(source, folder, dtype)
-        return convert_to_yoco(folder, destination, shape)
+        convert_gguf(source, folder)  # in float32: weights are rounded once, at the end
+        return convert_to_yoco(folder, destination, shape, dtype)

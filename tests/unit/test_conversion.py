@@ -222,6 +222,33 @@ def test_sources_that_are_no_transformer(tmp_path: Path) -> None:
         convert_to_yoco(tmp_path / "llama", tmp_path / "out")
 
 
+def test_nothing_is_left_of_the_model_that_a_folder_held(tmp_path: Path) -> None:
+    """Its tokenizer and templates would be taken for those of the new weights."""
+    save(tmp_path / "llama", CONFIGS["grouped"], torch.bfloat16)
+    target = tmp_path / "yoco"
+    (target / "additional_chat_templates").mkdir(parents=True)
+    stale = {
+        "tokenizer.json": "another",
+        "tokenizer_config.json": '{"add_bos_token": true}',
+        "special_tokens_map.json": "{}",
+        "chat_template.jinja": "another",
+        "additional_chat_templates/tool.jinja": "another",
+        "training.json": "{}",
+        "generation_config.json": '{"temperature": 0.1}',
+    }
+    for name, text in stale.items():
+        (target / name).write_text(text)
+    (target / "notes.txt").write_text("kept")
+    assert convert_to_yoco(tmp_path / "llama", target).missing_tokenizer is not None
+    left = sorted(path.name for path in target.rglob("*") if path.is_file())
+    assert left == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
+    assert "temperature" not in json.loads((target / "generation_config.json").read_text())
+    (tmp_path / "llama" / "tokenizer.json").write_text("new")
+    (target / "tokenizer.json").write_text("another")
+    assert convert_to_yoco(tmp_path / "llama", target).missing_tokenizer is None
+    assert (target / "tokenizer.json").read_text() == "new"
+
+
 def test_tokenizer_templates_and_defaults_come_along(tmp_path: Path) -> None:
     save(tmp_path / "llama", CONFIGS["grouped"], torch.bfloat16)
     written = {

@@ -93,7 +93,10 @@ def write(path: Path, architecture: str = "llama") -> dict[str, Tensor]:
 
 def test_weights_configuration_and_tokenizer(tmp_path: Path) -> None:
     kept = write(tmp_path / "tiny.gguf")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("of another model")
     result = convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
     model, config = load_model(tmp_path / "out", "auto")
     assert isinstance(config, LlamaConfig) and result.config == config
     assert (config.num_layers, config.num_kv_heads, config.rope.theta) == (LAYERS, 2, 5000.0)
@@ -116,7 +119,7 @@ def test_weights_configuration_and_tokenizer(tmp_path: Path) -> None:
 
 
 def test_the_command_makes_a_yoco_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "tiny.GGUF")
+    kept = write(tmp_path / "tiny.GGUF")
     options = ["--to", "yoco", "--mixer", "swa", "--window", "16", "--dtype", "bfloat16"]
     arguments = ["convert", str(tmp_path / "tiny.GGUF"), str(tmp_path / "new" / "yoco"), *options]
     assert cli_convert.run(build_parser().parse_args(arguments)) == 0
@@ -124,6 +127,8 @@ def test_the_command_makes_a_yoco_of_it(tmp_path: Path, capsys: pytest.CaptureFi
     model, config = load_model(tmp_path / "new" / "yoco", "auto")
     assert isinstance(config, YocoConfig) and config.num_self_layers == 1
     assert next(model.parameters()).dtype == torch.bfloat16
+    rounded_once = (kept["token_embd"] / config.embed_scale).bfloat16()
+    assert torch.equal(dict(model.named_parameters())["embed_tokens.weight"], rounded_once)
     assert load_tokenizer(tmp_path / "new" / "yoco") is not None
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["yoco"]
 

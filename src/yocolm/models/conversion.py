@@ -42,19 +42,26 @@ from yocolm.models.authors import Conversion
 from yocolm.models.layouts import weight_layout
 from yocolm.models.registry import (
     CONFIG_FILE,
+    GENERATION_FILE,
     load_config,
     load_generation_config,
     parse_dtype,
     resolve,
 )
 from yocolm.models.tensor_files import INDEX_FILE, TensorFiles, open_folder, write_tensors
-from yocolm.models.weights import DEFAULT_SHARD_BYTES, check_tensors, write_configs
+from yocolm.models.weights import (
+    DEFAULT_SHARD_BYTES,
+    TRAINING_FILE,
+    check_tensors,
+    drop_text_files,
+    write_configs,
+)
 from yocolm.tokenizer import TOKENIZER_FILE
 
 MIXERS = ("gated_retention", "swa")
 MEAN = "mean"
 GATE = 0.1  # of the usual spread of random weights
-_NOT_TEXT = (CONFIG_FILE, INDEX_FILE, "training.json")  # of the Transformer alone
+_NOT_TEXT = (CONFIG_FILE, GENERATION_FILE, INDEX_FILE, TRAINING_FILE)  # of the Transformer alone
 
 Get = Callable[[], Tensor]
 
@@ -327,9 +334,10 @@ def _cast(get: Get, dtype: torch.dtype) -> Tensor:
 
 def _copy_text_files(source: Path, target: Path) -> None:
     """Tokenizer, special tokens, chat templates: all JSON and Jinja files but the model's own."""
+    drop_text_files(target)
     for pattern in ("*.json", "*.jinja", "*/*.jinja"):
         for path in source.glob(pattern):
             copy = target / path.relative_to(source)
-            if path.name not in _NOT_TEXT and not copy.exists():
+            if path.name not in _NOT_TEXT:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)

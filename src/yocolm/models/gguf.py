@@ -15,7 +15,12 @@ from yocolm.fields import read_json, write_json
 from yocolm.models.authors import Conversion
 from yocolm.models.layouts import weight_layout
 from yocolm.models.tensor_files import write_tensors
-from yocolm.models.weights import DEFAULT_SHARD_BYTES, check_tensors, write_configs
+from yocolm.models.weights import (
+    DEFAULT_SHARD_BYTES,
+    check_tensors,
+    drop_text_files,
+    write_configs,
+)
 from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 SUFFIX = ".gguf"
@@ -65,6 +70,7 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
     pieces = [(name, state[name].nbytes, state[name].contiguous) for name in names]
     write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
     write_configs(dst, config, model.dtype)
+    drop_text_files(dst)
     tokenizer.save_pretrained(dst)
     _drop_foreign_tokens(dst, config.vocab_size)
     return Conversion(config, len(names), None)

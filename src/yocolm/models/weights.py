@@ -23,8 +23,10 @@ from yocolm.models.gemma import LookupTable
 from yocolm.models.layouts import Shape, redundant_names, weight_layout
 from yocolm.models.multimodal import Spelling
 from yocolm.models.tensor_files import Piece, TensorFiles, listing, open_folder, write_tensors
+from yocolm.tokenizer import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+TRAINING_FILE = "training.json"  # what a training writes beside its model
 
 # Buffers that older versions of other libraries saved; they follow from the configuration.
 _DERIVED = ("rotary_emb.inv_freq", "rotary.inv_freq")
@@ -215,6 +217,17 @@ def write_configs(
         if fields[name] is not None
     }
     write_json(folder / "generation_config.json", {**ids, **(generation_config or {})})
+
+
+def drop_text_files(folder: Path) -> None:
+    """Remove what says how text becomes tokens, and how a model was trained: another model's, as
+    soon as its weights in ``folder`` are replaced."""
+    names = [TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, TRAINING_FILE]
+    for name in (*names, "chat_template.json"):
+        (folder / name).unlink(missing_ok=True)
+    for pattern in ("chat_template.jinja", "*chat_templates/*.jinja"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _detached(tensor: Tensor, dtype: torch.dtype) -> Tensor:
