@@ -1,30 +1,24 @@
 """A training that was cut off, anywhere, goes on as if it had not been."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from training import same, settings, state_of, trainer, values, write_config
 from yocolm.cli import main
 from yocolm.errors import CheckpointError, ConfigError, NumericsError
+from yocolm.train import interrupt
 from yocolm.train.checkpoint import (
-    KEYS,
     latest,
-    load_tensors,
     read_values,
-    save_checkpoint,
     training_tensors,
 )
-from yocolm.train.distributed import Ranks
 from yocolm.train.settings import parse_settings
 from yocolm.train.trainer import Trainer
 
@@ -134,19 +128,33 @@ def test_an_interrupt_saves_and_the_run_goes_on(
     assert same(state_of(resumed), state_of(whole))
 
 
-def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("second", "seconds", "steps"),
+    [(signal.SIGINT, 2.0, 0), (signal.SIGINT, 0.01, 1), (signal.SIGTERM, 0.01, 1)]
+    + [(signal.SIGTERM, 2.0, 1)],
+)
+def test_a_second_signal(
+    tmp_path: Path,
+    second: signal.Signals,
+    seconds: float,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C again stops at once, but not the copies of a signal that a launcher passes on."""
     cut = trainer(tmp_path)
-    loss_sum = cut.loss_sum
+    loss_sum, now = cut.loss_sum, [0.0]
 
     def interrupted(*given: Any) -> torch.Tensor:
+        monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        now[0] = seconds
+        signal.raise_signal(second)
         return loss_sum(*given)
 
     cut.loss_sum = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         cut.run()
-    assert cut.step == 0 and latest(tmp_path / "run") is None
+    assert cut.step == steps and (latest(tmp_path / "run") is not None) == bool(steps)
 
 
 def test_ctrl_c_on_the_command_line(
@@ -164,150 +172,11 @@ def test_ctrl_c_on_the_command_line(
     assert step_of(tmp_path / "run") == 1
 
 
-def save(folder: Path, step: int, keep: int = 1) -> Path:
-    """A checkpoint of one tensor, whose values are the step."""
-    values = {**dict.fromkeys(KEYS), "step": step}
-    tensors = {"model.x": torch.full((3,), float(step))}
-    return save_checkpoint(folder, tensors, values, keep, Ranks())
-
-
 def step_of(folder: Path) -> int:
     """The step of the newest checkpoint."""
     path = latest(folder)
     assert path is not None
     return read_values(path)["step"]
-
-
-def loaded(path: Path) -> torch.Tensor:
-    x = torch.zeros(3)
-    load_tensors(path, {"model.x": x}, Ranks())
-    return x
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (3, 20, 100, 1000):
-        assert save(tmp_path, step, keep=2).is_dir()
-    assert names_in(tmp_path) == ["step-0000100", "step-0001000"]
-    newest = latest(tmp_path)
-    assert newest is not None and step_of(tmp_path) == 1000
-    assert loaded(newest).tolist() == [1000.0] * 3
-
-
-def test_a_checkpoint_of_the_same_step_takes_the_others_place(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    values = {**dict.fromkeys(KEYS), "step": 3}
-    path = save_checkpoint(tmp_path, {"model.x": torch.ones(3)}, values, 1, Ranks())
-    assert loaded(path).tolist() == [1.0] * 3 and names_in(tmp_path) == ["step-0000003"]
-
-
-@pytest.mark.parametrize(
-    "moment", ["torch.save", "os.fsync", "json.dumps", "pathlib.Path.rename", "shutil.rmtree"]
-)
-def test_a_checkpoint_cut_off_is_never_picked_up(
-    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(*given: Any, **options: Any) -> None:
-        if moment == "torch.save":
-            given[1].write(b"half of it")
-        raise Killed
-
-    save(tmp_path, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(moment, cut)
-        with pytest.raises((Killed, CheckpointError)):
-            save(tmp_path, 6)
-    newest = latest(tmp_path)
-    assert newest is not None
-    committed = moment == "shutil.rmtree"  # the old one was being removed by then
-    assert step_of(tmp_path) == (6 if committed else 3)
-    assert loaded(newest).tolist() == [6.0 if committed else 3.0] * 3
-    assert any(name.endswith(".partial") for name in names_in(tmp_path))
-    save(tmp_path, 9)
-    assert names_in(tmp_path) == ["step-0000009"], "what was left behind is cleared away"
-
-
-def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    save(tmp_path, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.save", full)
-        with pytest.raises(CheckpointError, match="cannot write a checkpoint.*No space left"):
-            save(tmp_path, 6)
-    assert step_of(tmp_path) == 3
-
-
-def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
-    assert latest(tmp_path / "absent") is None
-    (tmp_path / "step-0000005").mkdir()
-    (tmp_path / "step-notes").write_text("x")
-    assert latest(tmp_path) is None
-
-
-@pytest.mark.parametrize("name", ["trainer.json", ".metadata", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
-    path = save(tmp_path, 3)
-    file = path / name
-    whole = file.read_bytes()
-    for data in (b"", b"garbage", whole[: len(whole) // 2]):
-        file.write_bytes(data)
-        with pytest.raises(CheckpointError, match="cannot read .*step-0000003.*; delete") as error:
-            read_values(path)
-            loaded(path)
-        assert "weights_only" not in str(error.value), "no advice to load it as code"
-
-
-def test_checkpoints_of_other_versions_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    (path / "trainer.json").write_text('{"step": 3}')
-    with pytest.raises(CheckpointError, match="not written by this version"):
-        read_values(path)
-    old = tmp_path / "step-0000005"
-    old.mkdir()
-    torch.save({"step": 5}, old / "trainer.pt")
-    assert latest(tmp_path) == old
-    with pytest.raises(CheckpointError, match="trainer.pt was written by an older version"):
-        read_values(old)
-
-
-def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    for tensors in ({"model.y": torch.zeros(3)}, {"model.x": torch.zeros(4)}):
-        with pytest.raises(CheckpointError, match="not of this model"):
-            load_tensors(path, tensors, Ranks())
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    ran: list[int] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Evil.ran.append, (1,)
-
-
-def test_pickled_code_is_not_run(tmp_path: Path) -> None:
-    file = save(tmp_path, 3) / ".metadata"
-    for evil in (os.system, {"x": Evil()}, Path.exists):
-        file.write_bytes(pickle.dumps(evil))
-        with pytest.raises(CheckpointError, match="cannot read .*metadata"):
-            loaded(file.parent)
-    assert not Evil.ran
-
-
-def test_bytes_in_place_of_tensors_are_not_unpickled(tmp_path: Path) -> None:
-    """The format may hold objects as well, which PyTorch would unpickle."""
-    folder = tmp_path / "step-0000003"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model.x": {1, 2}}, checkpoint_id=folder)  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match="cannot read .*metadata"):
-        loaded(folder)
 
 
 def test_a_state_to_load_into_is_that_of_a_beginning(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,14 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 KEYS = frozenset({"step", "fingerprint", "device", "ranks", "sampler"})
 
 # What a checkpoint's index is made of; it is a pickle, and may hold nothing else.
-_INDEX_MODULES = frozenset({"torch.distributed.checkpoint.metadata"})
+# By name alone: a module also exposes what it imports, such as `dataclass`, which evaluates text.
+_METADATA_CLASSES = (
+    "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+).split()
 _INDEX_NAMES = frozenset(
     {
+        *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
@@ -52,10 +58,8 @@ _INDEX_NAMES = frozenset(
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        plain = "." not in name
-        allowed = module in _INDEX_MODULES or (module, name) in _INDEX_NAMES
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if plain and (allowed or dtype):
+        if dtype or (module, name) in _INDEX_NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
 
@@ -134,11 +138,11 @@ def save_checkpoint(
     assert values.keys() == KEYS
     target = folder / f"step-{values['step']:07d}"
     partial = folder / f".{target.name}.partial"
-    if ranks.main:
-        for stale in folder.glob(".step-*.partial"):
-            shutil.rmtree(stale)
-        partial.mkdir(parents=True)
-    ranks.barrier()
+    with ranks.together(), _named(partial):
+        if ranks.main:
+            for stale in folder.glob(".step-*.partial"):
+                shutil.rmtree(stale)
+            partial.mkdir(parents=True)
     writer = FileSystemWriter(partial, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*save in a single process")
@@ -151,21 +155,39 @@ def save_checkpoint(
             )
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            raise CheckpointError(
-                f"cannot write a checkpoint to {partial}: {reason}; make room there and run the "
-                "same again to go on from the checkpoint before it"
-            ) from error
-    if ranks.main:
-        _write_synced(partial / _VALUES, json.dumps(values, indent=1))
-        _sync(partial)
-        if target.exists():
-            _drop(target)
-        partial.rename(target)
-        _sync(folder)
-        for _, old in _steps(folder)[:-keep]:
-            _drop(old)
-    ranks.barrier()
+            raise _not_written(partial, reason) from error
+    with ranks.together(), _named(partial):
+        if ranks.main:
+            _commit(partial, target, values)
+            for _, old in _steps(folder)[:-keep]:
+                _drop(old)
     return target
+
+
+def _commit(partial: Path, target: Path, values: Mapping[str, Any]) -> None:
+    """Complete a checkpoint and give it its name, with all bytes on the disk by then."""
+    _write_synced(partial / _VALUES, json.dumps(values, indent=1))
+    _sync(partial)
+    if target.exists():
+        _drop(target)
+    partial.rename(target)
+    _sync(target.parent)
+
+
+@contextmanager
+def _named(partial: Path) -> Iterator[None]:
+    """Errors of the file system say what could not be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise _not_written(partial, error) from error
+
+
+def _not_written(partial: Path, reason: object) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write a checkpoint to {partial}: {reason}; make room there and run the "
+        "same again to go on from the checkpoint before it"
+    )
 
 
 def _drop(folder: Path) -> None:
@@ -233,13 +255,6 @@ def load_tensors(path: Path, tensors: Tensors, ranks: Ranks) -> None:
             )
     except CheckpointException as error:
         raise _damaged(path, path) from error
-
-
-def load_parameters(path: Path, model: nn.Module, ranks: Ranks) -> None:
-    """The parameters alone, as a training that starts from another's checkpoint takes them."""
-    load_tensors(
-        path, {f"{_MODEL}{name}": p.detach() for name, p in model.named_parameters()}, ranks
-    )
 
 
 def _damaged(file: Path, checkpoint: Path) -> CheckpointError:
