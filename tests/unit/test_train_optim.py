@@ -10,6 +10,7 @@ import torch
 from training import MODELS
 from yocolm.config import parse_config
 from yocolm.models.registry import build_model
+from yocolm.train.objective import Objective
 from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learning_rate
 from yocolm.train.settings import OptimSettings
 
@@ -115,6 +116,20 @@ def test_adamw_takes_its_settings() -> None:
     [adamw] = build_optimizers(model, replace(BASE, beta1=0.8, beta2=0.9, eps=1e-6))
     assert all(g["betas"] == (0.8, 0.9) and g["eps"] == 1e-6 for g in adamw.param_groups)
     assert math.isclose(adamw.param_groups[0]["lr"], BASE.learning_rate)
+
+
+@pytest.mark.parametrize("family", [*MODELS, "gemma3n-unscaled"])
+def test_all_that_is_trained_has_a_gradient(family: str) -> None:
+    """Ranks would wait for the gradient of a parameter that takes no part."""
+    fields = {**MODELS[family.split("-unscaled")[0]], "vocab_size": 40}
+    if family.endswith("unscaled"):
+        fields["altup_correct_scale"] = False
+    model = build_model(parse_config(fields), "cpu", torch.float32).train()
+    model.init_weights(0)  # type: ignore[operator]
+    tokens = torch.arange(24)
+    Objective(model, torch.float32, 16)(tokens, tokens, [24]).backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def test_what_a_checkpoint_fixes_is_not_trained() -> None:

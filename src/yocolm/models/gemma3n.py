@@ -107,8 +107,8 @@ class AltUp(nn.Module):
         self.router = Coefficients(size, self.streams)
         self.prediction = Coefficients(self.streams, self.streams**2)
         self.correction = Coefficients(self.streams, self.streams)
-        self.output_scale = nn.Parameter(torch.empty(size))
-        self.use_output_scale = config.altup_correct_scale
+        self.use_output_scale = config.altup_correct_scale  # else it comes with checkpoints, unused
+        self.output_scale = nn.Parameter(torch.empty(size), requires_grad=self.use_output_scale)
 
     def predict(self, x: Tensor, norm: RMSNorm) -> Prediction:
         """The active stream of x [T, D, S] as expected of a layer, also normed for it."""
