@@ -17,7 +17,7 @@ from yocolm.errors import ConfigError
 from yocolm.train import data_cache as module
 from yocolm.train.data_cache import TokenCache
 from yocolm.train.data_files import SourceFiles, is_held_out, read_documents
-from yocolm.train.data_lock import locked
+from yocolm.train.data_lock import has_locks, locked
 from yocolm.train.data_tokens import Tokens
 from yocolm.train.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -405,3 +405,4 @@ def test_locks(tmp_path: Path) -> None:
         raise RuntimeError
     with locked(path, wait=False) as lock:
         assert lock.held, "a failure lets go of it"
+    assert has_locks(tmp_path / "new") and not list((tmp_path / "new").iterdir())

@@ -71,7 +71,7 @@ def test_what_the_authors_loader_takes_as_well(tmp_path: Path) -> None:
         ({"train": []}, r"json/train.json must hold a list with at least one entry"),
         ({"train": {"name": "CC"}}, r"json/train.json must hold a list"),
         ({"train": [{"weight": 1}]}, r"entry 0 is \{'weight': 1\}; it must have a 'name'"),
-        ({"train": [{"name": "CC", "weight": 0}]}, r"source 'CC' has the weight 0; .*above 0"),
+        ({"train": [{"name": "CC", "weight": -1}]}, r"source 'CC' has the weight -1; .*at least 0"),
         ({"train": [{"name": "CC"}]}, r"source 'CC' has the weight None"),
         ({"train": [{"name": "CC", "weight": True}]}, r"source 'CC' has the weight True"),
         ({"train": [{"name": "CC", "weight": 1}] * 2}, r"there are two sources 'CC'"),
@@ -179,7 +179,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_parquet_needs_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = re.escape("needs the package datasets: pip install 'yocolm[data]'")
+    message = re.escape("needs the package datasets: pip install 'yocolm[train]'")
     with pytest.raises(MissingDependencyError, match=message):
         list(read_documents(tmp_path / "a.parquet", TEXT))
 

@@ -246,6 +246,8 @@ def test_teachers_that_do_not_fit(tmp_path: Path) -> None:
     teacher = str(tmp_path / "teacher" / "final")
     with pytest.raises(ConfigError, match="another vocabulary"):
         run(tmp_path, "bundled", "a")
+    with pytest.raises(ConfigError, match="distill.teacher is 'nope': model 'nope' is neither"):
+        run(tmp_path, "nope", "a")
     with pytest.raises(ConfigError, match="set it to 0"):
         run(tmp_path, teacher, "b", "llama", hidden_weight=1.0)
     with pytest.raises(ConfigError, match="at least 1 layers|hidden_size"):

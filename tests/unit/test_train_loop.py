@@ -21,6 +21,7 @@ from yocolm.errors import ConfigError, MissingDependencyError
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
 from yocolm.models.registry import load_config, load_model, load_tokenizer
+from yocolm.train.data import Shape
 from yocolm.train.settings import parse_settings
 from yocolm.train.tokenizer import train_tokenizer
 from yocolm.train.trainer import Trainer
@@ -143,6 +144,26 @@ def test_validation_loss(tmp_path: Path, family: str, max_tokens: int) -> None:
     assert f"| {stop} tokens" in said(one)
 
 
+def test_a_validation_holds_one_batch_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, events = trainer(tmp_path), []
+    read, loss_sum = Shape.windows, one.loss_sum
+
+    def reading(*given: Any) -> Any:
+        events.append("read")
+        return read(*given)
+
+    def scoring(*given: Any) -> Any:
+        events.append("score")
+        return loss_sum(*given)
+
+    monkeypatch.setattr(Shape, "windows", reading)
+    monkeypatch.setattr(one, "loss_sum", scoring)
+    one.validate(one.validation.num_targets)
+    assert len(events) > 4 and events == ["read", "score"] * (len(events) // 2)
+
+
 def test_validation_bytes_of_records_are_those_of_their_texts(tmp_path: Path) -> None:
     s = settings(tmp_path)
     record = json.dumps({"id": 17, "text": PARAGRAPH, "source": "nowhere"})
@@ -254,6 +275,17 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="train.device is 'cuda', but there is no CUDA device"):
         trainer(tmp_path, device="cuda")
     assert trainer(tmp_path, device="auto").device.type == "cpu"
+
+
+@pytest.mark.parametrize("key", ["output_dir", "data.cache_dir"])
+def test_folders_that_cannot_be_made_are_named(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").touch()
+    config = values(tmp_path)
+    section = config if key == "output_dir" else config["data"]
+    section[key.split(".")[-1]] = str(tmp_path / "file" / "x")
+    write_texts(tmp_path)
+    with pytest.raises(ConfigError, match=f"{key} is .*file/x', which cannot be made: Not a dir"):
+        Trainer(parse_settings(config))
 
 
 def test_another_device_is_said(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from yocolm.errors import CheckpointError, ConfigError
 from yocolm.models.registry import load_model
 from yocolm.train import stages as stages_module
 from yocolm.train.context import with_context
+from yocolm.train.data_lock import locked
 from yocolm.train.distributed import Ranks
 from yocolm.train.settings import ParallelSettings, TrainSettings, parse_settings
 from yocolm.train.stages import plan_stages, train, train_stages
@@ -64,7 +65,8 @@ def copied(finished: tuple[TrainSettings, dict[str, float]], tmp_path: Path) -> 
 
 def test_the_plan(tmp_path: Path) -> None:
     s = staged(tmp_path, warmup_steps=2)
-    s = replace(s, rope_theta=2e4, export_dtype="bfloat16")
+    last = replace(s.stages[2], decay_fraction=0.5, final_ratio=0.0)
+    s = replace(s, rope_theta=2e4, export_dtype="bfloat16", stages=[*s.stages[:2], last])
     first, second, third = plan_stages(s)
     root = tmp_path / "run"
     assert [stage.folder.name for stage in (first, second, third)] == [
@@ -86,7 +88,9 @@ def test_the_plan(tmp_path: Path) -> None:
     assert (third.settings.train.batch_size, third.settings.train.accumulate) == (1, 3)
     for stage in (first, second, third):
         assert stage.settings.data.cache_dir == str(root / "cache") and not stage.settings.stages
-        assert stage.settings.train.warmup_steps == 2
+        o = stage.settings.train
+        decay = (0.5, 0.0) if stage is third else (0.2, 0.1)
+        assert o.warmup_steps == 2 and (o.decay_fraction, o.final_ratio) == decay
     assert len({stage.settings.seed for stage in (first, second, third)}) == 3
 
 
@@ -200,6 +204,8 @@ def test_a_stage_may_be_taken_away_and_added(
     ("change", "message"),
     [
         ("stage", r"stage-0-16 .*train\.steps was 3, is 10"),
+        ("first length", r"stages\.0: data\.sequence_length was 16, is 20"),
+        ("last length", r"stage-2-32 .*stages\.1: data\.sequence_length was 24, is 28"),
         ("train", r"train\.weight_decay was 0\.1, is 0\.5"),
         ("seed", r"seed was 1, is 5"),
     ],
@@ -210,6 +216,12 @@ def test_settings_of_a_finished_stage_are_fixed(
     s = finished[0]
     changed = {
         "stage": replace(s, stages=[replace(s.stages[0], tokens=320), *s.stages[1:]]),
+        "first length": replace(
+            s, stages=[replace(s.stages[0], sequence_length=20, tokens=120), *s.stages[1:]]
+        ),
+        "last length": replace(
+            s, stages=[s.stages[0], replace(s.stages[1], sequence_length=28), s.stages[2]]
+        ),
         "train": replace(s, train=replace(s.train, weight_decay=0.5)),
         "seed": replace(s, seed=5),
     }
@@ -217,6 +229,16 @@ def test_settings_of_a_finished_stage_are_fixed(
         train(changed[change], io.StringIO())
     free = replace(s, train=replace(s.train, log_every=1), export_dtype="float32")
     assert train(free, io.StringIO()) == finished[1]
+
+
+def test_two_trainings_in_one_folder_are_refused(
+    finished: tuple[TrainSettings, dict[str, float]],
+) -> None:
+    s, figures = finished
+    with locked(Path(s.output_dir) / ".lock"), pytest.raises(ConfigError, match="is in use: ano"):
+        train(s, io.StringIO())
+    assert train(s, io.StringIO()) == figures
+    assert not (Path(s.output_dir) / ".lock").exists()
 
 
 def test_a_damaged_note(copied: TrainSettings) -> None:

@@ -51,6 +51,11 @@ def _at_least_0(name: str, value: Any) -> _Check:
     return name, value, "at least 0", value is None or value >= 0
 
 
+def _decay(where: str, fraction: float | None, ratio: float | None) -> Iterator[_Check]:
+    yield f"{where}.final_ratio", ratio, "from 0 to 1", ratio is None or 0 <= ratio <= 1
+    yield f"{where}.decay_fraction", fraction, "at most 1", fraction is None or fraction <= 1
+
+
 def _train_ranges(s: TrainSettings) -> Iterator[_Check]:
     o = s.train
     positive = (
@@ -65,14 +70,13 @@ def _train_ranges(s: TrainSettings) -> Iterator[_Check]:
     for name in ("beta1", "beta2"):
         value = getattr(o, name)
         yield f"train.{name}", value, "at least 0 and below 1", 0 <= value < 1
-    yield "train.final_ratio", o.final_ratio, "from 0 to 1", 0 <= o.final_ratio <= 1
-    yield "train.decay_fraction", o.decay_fraction, "at most 1", o.decay_fraction <= 1
+    yield from _decay("train", o.decay_fraction, o.final_ratio)
 
 
 def _data_ranges(s: TrainSettings) -> Iterator[_Check]:
     yield _above_0("data.sequence_length", s.data.sequence_length)
     for name, source in s.data.sources.items():
-        yield _above_0(f"data.sources.{name}.weight", source.weight)
+        yield _at_least_0(f"data.sources.{name}.weight", source.weight)
     for name, weight in (s.data.weights or {}).items():
         yield _at_least_0(f"data.weights.{name}", weight)
     split = s.data.validation_split
@@ -83,12 +87,14 @@ def _data_ranges(s: TrainSettings) -> Iterator[_Check]:
 
 def _stage_ranges(s: TrainSettings) -> Iterator[_Check]:
     positive = (
-        "sequence_length tokens rope_theta batch_size accumulate learning_rate matrix_learning_rate"
+        "sequence_length tokens rope_theta batch_size accumulate learning_rate "
+        "matrix_learning_rate decay_fraction"
     ).split()
     for i, stage in enumerate(s.stages):
         for name in positive:
             yield _above_0(f"stages.{i}.{name}", getattr(stage, name))
         yield _at_least_0(f"stages.{i}.warmup_steps", stage.warmup_steps)
+        yield from _decay(f"stages.{i}", stage.decay_fraction, stage.final_ratio)
         for name, weight in (stage.weights or {}).items():
             yield _at_least_0(f"stages.{i}.weights.{name}", weight)
 
@@ -144,12 +150,15 @@ def _check_length(s: TrainSettings) -> None:
 
 
 def _check_weights(s: TrainSettings) -> None:
+    own = {name: source.weight for name, source in s.data.sources.items()}
+    if own and not any(own.values()) and not s.data.weights:
+        raise ConfigError("data.sources: every weight is 0; give one source a weight above 0")
     given = {"data.weights": s.data.weights}
     given |= {f"stages.{i}.weights": stage.weights for i, stage in enumerate(s.stages)}
     for where, weights in given.items():
         for name in weights or {}:
             if s.data.folder is None and name not in s.data.sources:
                 raise ConfigError(f"{where} names {name!r}, which is not in data.sources")
-        merged = {**dict.fromkeys(s.data.sources, 1.0), **(s.data.weights or {}), **(weights or {})}
+        merged = {**own, **(s.data.weights or {}), **(weights or {})}
         if merged and not any(merged.values()):
             raise ConfigError(f"{where} is 0 for every source; give one a weight above 0")

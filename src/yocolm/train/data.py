@@ -51,7 +51,7 @@ class Shape:
         for tokens, start, count in places:
             ids = tokens.read(start, start + count + 1)
             assert len(ids) == count + 1
-            targets.append(ids[1:].copy())
+            targets.append(ids[1:])
             if self.bos is not None:  # the token that gives way was a target of another window
                 ids[0] = self.bos
             inputs.append(ids[:-1])
@@ -169,16 +169,25 @@ class Validation:
 
         All are of the full length but the last.
         """
-        places = self._places(self.count(max_tokens))
-        for first in range(0, len(places), size):
-            yield self.shape.windows(places[first : first + size])
+        for index in range(self.batches(max_tokens, size)):
+            yield self.batch(max_tokens, size, index)
 
-    def _places(self, count: int) -> list[tuple[Tokens, int, int]]:
-        length = self.shape.length
-        chosen, all_windows = -(-count // length), -(-self.num_targets // length)
-        order = [i * all_windows // chosen if self.spread else i for i in range(chosen)]
-        sizes = [min(length, count - i * length) for i in range(chosen)]
-        return [(self.tokens, i * length, size) for i, size in zip(order, sizes, strict=True)]
+    def batches(self, max_tokens: int, size: int) -> int:
+        """How many batches ``windows`` gives."""
+        return -(-self._chosen(max_tokens) // size)
+
+    def batch(self, max_tokens: int, size: int, index: int) -> Windows:
+        """The ``index``-th of the batches of ``windows``; no other is read."""
+        length, count, chosen = self.shape.length, self.count(max_tokens), self._chosen(max_tokens)
+        all_windows = -(-self.num_targets // length)
+        places = []
+        for i in range(index * size, min((index + 1) * size, chosen)):
+            place = i * all_windows // chosen if self.spread else i
+            places.append((self.tokens, place * length, min(length, count - i * length)))
+        return self.shape.windows(places)
+
+    def _chosen(self, max_tokens: int) -> int:
+        return -(-self.count(max_tokens) // self.shape.length)
 
 
 def cache_folder(s: TrainSettings) -> Path:

@@ -95,7 +95,12 @@ class TokenCache:
         Files that another process works on come last, and are waited for.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        digests = {file: _digest(file, self.folder) for s in sources for file in s.files}
+        digests: dict[Path, str] = {}
+        for wait in (False, True):
+            for file in dict.fromkeys(file for source in sources for file in source.files):
+                found = None if file in digests else _digest(file, self.folder, wait)
+                if found is not None:
+                    digests[file] = found
         entries = {
             (file, source.fields): self._entry(file, digests[file], source.fields)
             for source in sources
@@ -273,27 +278,48 @@ def digest_files(files: Sequence[Path], digests: dict[Path, str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _digest(file: Path, folder: Path) -> str:
-    """SHA-256 of a file, remembered in ``folder`` as long as the file is not touched."""
+def _digest(file: Path, folder: Path, wait: bool) -> str | None:
+    """SHA-256 of a file, remembered in ``folder`` as long as the file is not touched.
+
+    None if another process works on it and ``wait`` is off.
+    """
+    note = folder / f"{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:24]}.json"
+    known = _known_digest(note, _mark(file))
+    if known is not None:
+        return known
+    with locked(note.with_suffix(".lock"), wait) as lock:
+        if not lock.held:
+            return None
+        mark, now = _mark(file), time.time_ns()
+        known = _known_digest(note, mark)
+        if known is not None:
+            return known
+        digest = hashlib.sha256()
+        try:
+            with open(file, "rb") as content:
+                while block := content.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+        if now - max(mark[1:3]) > SETTLED_NS:
+            partial = note.with_name(f".{note.stem}.{uuid.uuid4().hex}.json")
+            write_json(partial, {"mark": mark, "sha256": digest.hexdigest()})
+            partial.replace(note)
+    return digest.hexdigest()
+
+
+def _mark(file: Path) -> list[int]:
+    """What changes when a file is touched: its size, two times in ns, and where it lies."""
     try:
         found = file.stat()
-        mark = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
-        name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:24]
-        note = folder / f"{name}.json"
-        try:
-            known = json.loads(note.read_bytes())
-            if known["mark"] == mark:
-                return known["sha256"]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        digest, now = hashlib.sha256(), time.time_ns()
-        with open(file, "rb") as content:
-            while block := content.read(1 << 20):
-                digest.update(block)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    if now - max(mark[1:3]) > SETTLED_NS:
-        partial = folder / f".{name}.{uuid.uuid4().hex}.json"
-        write_json(partial, {"mark": mark, "sha256": digest.hexdigest()})
-        partial.replace(note)
-    return digest.hexdigest()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def _known_digest(note: Path, mark: list[int]) -> str | None:
+    try:
+        known = json.loads(note.read_bytes())
+        return known["sha256"] if known["mark"] == mark else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -121,8 +121,8 @@ def _read_list(path: Path) -> list[Any]:
 def _weight(entry: Mapping[str, Any], where: str) -> float:
     value = entry.get("weight", entry.get("count"))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise ConfigError(f"{where} has the weight {value!r}; it must be a number above 0")
+    if not number or not 0 <= value < float("inf"):
+        raise ConfigError(f"{where} has the weight {value!r}; it must be a number, at least 0")
     return float(value)
 
 

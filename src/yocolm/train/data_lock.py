@@ -46,6 +46,12 @@ def locked(path: Path, wait: bool = True) -> Iterator[Lock]:
             os.close(descriptor)
 
 
+def has_locks(folder: Path) -> bool:
+    """Whether processes that use ``folder`` can keep each other out."""
+    with locked(folder / ".probe.lock") as lock:
+        return lock.alone
+
+
 def _take(descriptor: int, wait: bool) -> Lock:
     assert fcntl is not None
     try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from yocolm.config import LlamaConfig, ModelConfig, YocoConfig
-from yocolm.errors import ConfigError
+from yocolm.errors import ConfigError, YocolmError
 from yocolm.models.base import Batch
 from yocolm.models.dense import DenseState
 from yocolm.models.registry import load_config, load_model, resolve
@@ -228,8 +228,11 @@ def training_loss(
     if s.distill is None:
         return next_token_loss
     name = s.distill.teacher
-    source = resolve(name)
-    theirs = load_config(source)
+    try:
+        source = resolve(name)
+        theirs = load_config(source)
+    except YocolmError as error:
+        raise ConfigError(f"distill.teacher is {name!r}: {error}") from error
     own = None if source.folder is None else source.folder / TOKENIZER_FILE
     vocabulary = read_tokenizer(own).get_vocab() if own is not None and own.exists() else None
     if theirs.vocab_size != config.vocab_size or (

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
-from yocolm.errors import ConfigError, YocolmError
+from yocolm.errors import ConfigError
 from yocolm.models.dense import DenseKV
 from yocolm.train.objective import Objective
 from yocolm.train.settings import TrainSettings
@@ -85,10 +85,10 @@ class Ranks:
         The first rank with an error raises it, and any rank whose error is another one; the others
         end without a word.
         """
-        error: YocolmError | None = None
+        error: Exception | None = None
         try:
             yield
-        except YocolmError as raised:
+        except Exception as raised:  # whatever it is: the others would wait for this rank
             error = raised
         messages: list[str | None] = [None if error is None else str(error)]
         if self.size > 1:

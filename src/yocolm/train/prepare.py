@@ -41,6 +41,20 @@ def prepare_device(s: TrainSettings, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local)
 
 
+def prepare_folders(s: TrainSettings) -> None:
+    """Make the folders that a training writes to. Raises ConfigError naming the setting."""
+    for name, folder in (("output_dir", s.output_dir), ("data.cache_dir", s.data.cache_dir)):
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{name} is {folder!r}, which cannot be made: {error.strerror}; name a folder "
+                "that may be written to"
+            ) from None
+
+
 def prepare_tokenizer(s: TrainSettings) -> Tokenizer:
     """Load the tokenizer that the settings name, or train it on their sources and write it there.
 

@@ -64,7 +64,7 @@ class OptimSettings:
     schedule: str = "cosine"  # or another of checks.SCHEDULES
     power: float = 1.0  # of "polynomial"
     decay_fraction: float = 0.2  # of the steps after warmup, for "wsd"
-    final_ratio: float = 0.1  # last learning rate over the highest
+    final_ratio: float = 0.1  # what the learning rate falls towards, over the highest
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -111,6 +111,8 @@ class StageSettings:
     matrix_learning_rate: float | None = None
     warmup_steps: int | None = None
     schedule: str | None = None
+    decay_fraction: float | None = None
+    final_ratio: float | None = None
     weights: dict[str, float] | None = None  # of sources; those not named keep theirs
 
 

@@ -11,21 +11,27 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from yocolm.errors import CheckpointError
+from yocolm.errors import CheckpointError, ConfigError
 from yocolm.fields import write_json
+from yocolm.models.weights import TRAINING_FILE
+from yocolm.train.data_lock import locked
 from yocolm.train.distributed import Ranks, join_ranks
 from yocolm.train.fingerprint import FREE, check_fingerprint, flat
+from yocolm.train.prepare import prepare_folders
 from yocolm.train.settings import OptimSettings, StageSettings, TrainSettings
 from yocolm.train.trainer import Trainer
 
 DONE = "done.json"
-TRAINING_FILE = "training.json"
-_OF_TRAIN = "batch_size accumulate learning_rate matrix_learning_rate warmup_steps schedule".split()
+_OF_TRAIN = (
+    "batch_size accumulate learning_rate matrix_learning_rate warmup_steps schedule "
+    "decay_fraction final_ratio"
+).split()
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,24 @@ class Stage:
         leaves = {name: value for key in found for name, value in flat(key, found[key])}
         return json.loads(json.dumps({**leaves, "seed": s.seed, "rope_theta": s.rope_theta}))
 
-    def figures(self) -> dict[str, float] | None:
+    def figures(self, before: Sequence[Stage]) -> dict[str, float] | None:
         """Of the last validation, if the stage is finished and its model is where it should be.
 
-        Raises ConfigError if it was finished with other settings.
+        Raises ConfigError if it, or a stage ``before`` it, was finished with other settings.
         """
         done = _read(self.folder / DONE)
         if done is None:
             return None
         check_fingerprint(done["settings"], self.identity(), self.folder)
+        # A stage of another length has a folder of its own: nothing there tells of the old one.
+        check_fingerprint(done.get("before", {}), _identities(before), self.folder)
         return done["validation"] if done["model"] == _digest(self.final) else None
 
-    def finish(self, figures: Mapping[str, float]) -> None:
+    def finish(self, before: Sequence[Stage], figures: Mapping[str, float]) -> None:
         """Put the exported model where it belongs, and note that the stage is finished."""
         record = {
             "settings": self.identity(),
+            "before": _identities(before),
             "model": _digest(self.exported),
             "validation": dict(figures),
         }
@@ -83,6 +92,14 @@ class Stage:
         partial = self.folder / f".{DONE}.partial"
         write_json(partial, record)
         partial.replace(self.folder / DONE)
+
+
+def _identities(stages: Sequence[Stage]) -> dict[str, Any]:
+    return {
+        f"stages.{stage.number}: {name}": value
+        for stage in stages
+        for name, value in stage.identity().items()
+    }
 
 
 def plan_stages(s: TrainSettings) -> list[Stage]:
@@ -128,10 +145,29 @@ def train(s: TrainSettings, out: TextIO | None = None) -> dict[str, float]:
     Takes up where an earlier call stopped, in whatever stage that was. Prints to ``out``, which is
     standard error by default. Of the ranks of ``torchrun`` all call it. Raises as ``Trainer`` does.
     """
-    with join_ranks(s.train.device) as ranks:
+    with join_ranks(s.train.device) as ranks, _alone(s, ranks):
         if s.stages:
             return train_stages(s, out, ranks)
         return Trainer(s, out, ranks).run()
+
+
+@contextmanager
+def _alone(s: TrainSettings, ranks: Ranks) -> Iterator[None]:
+    """Keep other trainings out of ``output_dir``: each would clear the other's checkpoints away.
+
+    Raises ConfigError if one is there.
+    """
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.main:
+                prepare_folders(s)
+                lock = stack.enter_context(locked(Path(s.output_dir) / ".lock", wait=False))
+                if not lock.held:
+                    raise ConfigError(
+                        f"output_dir {s.output_dir} is in use: another training writes there; "
+                        "wait for its end, or give another output_dir"
+                    )
+        yield
 
 
 def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str, float]:
@@ -145,7 +181,7 @@ def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str
     finished: list[dict[str, float] | None] = []
     with ranks.together():
         if ranks.main:
-            finished = [stage.figures() for stage in stages]
+            finished = [stage.figures(stages[:i]) for i, stage in enumerate(stages)]
     finished = ranks.from_main(finished)
     # The newest finished stage holds all that those before it did.
     first = max((i + 1 for i, figures in enumerate(finished) if figures is not None), default=0)
@@ -157,7 +193,7 @@ def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str
             if ranks.main:
                 if stage is stages[-1]:
                     _record_stages(s, stages, figures)
-                stage.finish(figures)
+                stage.finish(stages[: stage.number], figures)
     assert figures is not None
     say(f"all {len(stages)} stages are finished: {stages[-1].final}")
     return figures

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from yocolm.errors import ConfigError, NumericsError
 from yocolm.fields import write_json
 from yocolm.models.registry import build_model, load_generation_config
-from yocolm.models.weights import save_weights
+from yocolm.models.weights import TRAINING_FILE, save_weights
 from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from yocolm.train.checkpoint import (
     latest,
@@ -37,6 +37,7 @@ from yocolm.train.checkpoint import (
     training_tensors,
 )
 from yocolm.train.data import build_data, cache_folder
+from yocolm.train.data_lock import has_locks
 from yocolm.train.distill import training_loss
 from yocolm.train.distributed import (
     Ranks,
@@ -55,6 +56,7 @@ from yocolm.train.optim import build_optimizers, learning_rate_factor, set_learn
 from yocolm.train.prepare import (
     inherited_files,
     prepare_device,
+    prepare_folders,
     prepare_model,
     prepare_tokenizer,
 )
@@ -90,7 +92,9 @@ class Trainer:
             self.sizes = micro_batches(settings, self.ranks)
             self.strategy = strategy_of(settings, self.ranks)
             self.device = prepare_device(settings, self.ranks)
-        self.progress = Progress(settings, (out or sys.stderr) if self.ranks.main else None)
+            prepare_folders(settings)
+            out = (out or sys.stderr) if self.ranks.main else None
+            self.progress = Progress(settings, out)
         self.folder = Path(settings.output_dir)
         self._load_data()
         with self.ranks.together():
@@ -118,7 +122,8 @@ class Trainer:
         raised.
         """
         self.progress.say(self._headline())
-        self.progress.start(self.step)
+        with self.ranks.together():
+            self.progress.start(self.step)
         self._stop, self._stopping = StopRequest(self.progress.say), False
         try:
             with self._stop:
@@ -188,12 +193,14 @@ class Trainer:
         """
         ranks, text = self.ranks, self.validation
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = list(text.windows(max_tokens, self.s.train.batch_size))
-        for first in range(0, len(batches), ranks.size):
+        size = self.s.train.batch_size
+        batches = text.batches(max_tokens, size)
+        for first in range(0, batches, ranks.size):
             mine = first + ranks.rank
             # Ranks share each forward pass: one that has nothing left repeats something.
-            loss = self.loss_sum(*batches[min(mine, len(batches) - 1)], True)
-            if mine < len(batches):
+            windows = text.batch(max_tokens, size, min(mine, batches - 1))
+            loss = self.loss_sum(windows.inputs, windows.targets, windows.lengths, True)
+            if mine < batches:
                 total += loss
         release(self.shared)
         count = text.count(max_tokens)
@@ -227,15 +234,18 @@ class Trainer:
         """Write a Hugging Face folder: weights, config, tokenizer, the settings that made them.
 
         Of a model that was continued, its sampling defaults, special tokens and chat templates too.
-        The first rank writes.
+        The first rank writes, and the others wait for it.
         """
         model = self._whole_model()
-        if model is None:
-            return
+        with self.ranks.together():
+            if model is not None:
+                self._write(model, folder, figures)
+
+    def _write(self, model: nn.Module, folder: Path, figures: dict[str, float]) -> None:
         save_weights(model, folder, generation_config=self.generation)
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         record = {"settings": asdict(self.s), "steps": self.step, "validation": figures}
-        write_json(folder / "training.json", record)
+        write_json(folder / TRAINING_FILE, record)
         for name, content in self.inherited.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
@@ -312,11 +322,22 @@ class Trainer:
         return json.loads(json.dumps(found))
 
     def _load_data(self) -> None:
-        """The tokenizer and the texts; the first rank makes what is not there yet."""
+        """The tokenizer, which the first rank makes, and the texts, which all make.
+
+        Ranks share the files out among themselves by locks; where the file system has none, the
+        first rank tokenises alone.
+        """
         self.tokenizer = self.ranks.main_first(lambda: prepare_tokenizer(self.s))
-        self.sampler, self.validation = self.ranks.main_first(
-            lambda: build_data(self.s, self.tokenizer, cache_folder(self.s))
-        )
+        cache, found = cache_folder(self.s), []
+        with self.ranks.together():
+            locks = has_locks(cache)
+        [with_locks] = self.ranks.sum([float(locks)])
+        if with_locks == self.ranks.size:
+            with self.ranks.together():
+                found.append(build_data(self.s, self.tokenizer, cache))
+        else:
+            found.append(self.ranks.main_first(lambda: build_data(self.s, self.tokenizer, cache)))
+        [(self.sampler, self.validation)] = found
 
     def _headline(self) -> str:
         o = self.s.train
