@@ -69,6 +69,15 @@ def test_a_share_of_the_rows_has_the_losses_it_has_among_all(name: str) -> None:
     assert again.tolist() == positions.tolist() != other.tolist()
 
 
+def test_the_share_is_that_of_all_rows_however_they_are_cut() -> None:
+    tokens = torch.tensor(prompt_of(TOKENS + 1))
+    scorer = LongScorer(served_model("llama"), FAMILIES["llama"], TOKENS, 10)
+    for share, count in ((0.1, 15), (0.15, 22), (0.25, 38), (0.99, 148)):
+        assert len(scorer.score(tokens, share=share)[0]) == pytest.approx(count, abs=1)
+    with pytest.raises(RequestError, match="share of 0.05 of 10 tokens is less than one"):
+        scorer.score(tokens, share=0.05)
+
+
 def test_a_scorer_starts_from_nothing_each_time() -> None:
     scorer = LongScorer(served_model("retention"), FAMILIES["retention"], TOKENS, 16)
     tokens = torch.tensor(prompt_of(TOKENS + 1))
@@ -187,8 +196,8 @@ def test_a_folder_is_one_document(tmp_path: Path) -> None:
     assert text(shuffle=3) == text(shuffle=3)
     with pytest.raises(RequestError, match="not UTF-8"):
         text(globs=["pic*"])
-    with pytest.raises(RequestError, match=r"holds no text in \['\*.h'\]"):
-        text(globs=["*.h"])
+    with pytest.raises(RequestError, match=r"holds no text in '\*.h', '\*.x'"):
+        text(globs=["*.h", "*.x"])
     for glob in ("/*.c", "a**.c"):
         with pytest.raises(RequestError, match="does not name files within"):
             text(globs=[glob])

@@ -60,7 +60,8 @@ def load_document(
         if len(ids) > tokens:
             break
     if first is None or not ids:
-        raise RequestError(f"{path} holds no text{f' in {globs}' if globs else ''}")
+        where = f" in {', '.join(map(repr, globs))}" if globs else ""
+        raise RequestError(f"{path} holds no text{where}")
     kept = tokens + (first.prefix is None)
     ids, sizes = ids[:kept], sizes[:kept]
     return Document(str(path), Text(ids, sizes, sum(sizes), first.prefix, first.bos), files)

@@ -83,14 +83,22 @@ class LongScorer:
             share: of each chunk that is scored, one piece at a place that ``seed`` draws.
             progress: called with the tokens done.
 
-        Raises NumericsError at the first loss that is NaN or infinite.
+        Raises NumericsError at the first loss that is NaN or infinite, RequestError for a share
+        of less than a token.
         """
         rng, length = random.Random(seed), len(stream) - 1
-        positions, losses = [], []
+        if share * min(self.chunk, length) < 1:
+            raise RequestError(
+                f"a share of {share} of {min(self.chunk, length)} tokens is less than one; give a "
+                "greater share, or a greater chunk"
+            )
+        positions, losses, owed = [], [], 0.0
         self._state.clear_slots([1])
         for start in range(0, length, self.chunk):
             stop = min(start + self.chunk, length)
-            count = max(1, round(share * (stop - start)))
+            owed += share * (stop - start)
+            count = min(max(1, round(owed)), stop - start)
+            owed -= count
             first = rng.randrange(stop - start - count + 1)
             rows = torch.arange(first, first + count)
             hidden = self._run(stream[start:stop], start, rows)
