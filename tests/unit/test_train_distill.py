@@ -240,7 +240,7 @@ def test_training_with_a_teacher(tmp_path: Path) -> None:
         run(tmp_path, teacher, "part")
 
 
-def test_teachers_that_do_not_fit(tmp_path: Path) -> None:
+def test_teachers_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training.write_texts(tmp_path)
     run(tmp_path, "", "teacher", "llama", train={"steps": 1}).run()
     teacher = str(tmp_path / "teacher" / "final")
@@ -250,13 +250,14 @@ def test_teachers_that_do_not_fit(tmp_path: Path) -> None:
         run(tmp_path, "nope", "a")
     with pytest.raises(ConfigError, match="set it to 0"):
         run(tmp_path, teacher, "b", "llama", hidden_weight=1.0)
-    with pytest.raises(ConfigError, match="at least 1 layers|hidden_size"):
+    with pytest.raises(ConfigError, match="with hidden_size 64 and at least 1 layers"):
         values_of_wider = {**training.MODELS["yoco"], "hidden_size": 64}
-        training.MODELS["wider"] = values_of_wider
-        try:
-            run(tmp_path, teacher, "c", "wider", hidden_weight=1.0)
-        finally:
-            del training.MODELS["wider"]
+        monkeypatch.setitem(training.MODELS, "wider", values_of_wider)
+        run(tmp_path, teacher, "c", "wider", hidden_weight=1.0)
+    deeper = {"num_hidden_layers": 3, "num_self_decoder_layers": 2}  # the teacher has two in all
+    monkeypatch.setitem(training.MODELS, "deeper", {**training.MODELS["yoco"], **deeper})
+    with pytest.raises(ConfigError, match="at least 2 layers"):
+        run(tmp_path, teacher, "c", "deeper", hidden_weight=1.0)
     config = Path(teacher) / "config.json"
     fields = config.read_text()
     config.write_text(fields.replace('position_embeddings": 24', 'position_embeddings": 8'))

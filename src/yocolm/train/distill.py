@@ -264,7 +264,7 @@ def _compared_layers(config: ModelConfig, theirs: ModelConfig, name: str) -> int
         )
     count, most = config.num_self_layers, 0
     if isinstance(theirs, LlamaConfig):
-        most = theirs.num_layers - 1
+        most = theirs.num_layers - 1  # the last is called in two parts: no hook sees its output
     elif isinstance(theirs, YocoConfig):
         most = theirs.num_self_layers
     if theirs.hidden_size != config.hidden_size or most < count:

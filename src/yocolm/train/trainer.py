@@ -324,8 +324,8 @@ class Trainer:
     def _load_data(self) -> None:
         """The tokenizer, which the first rank makes, and the texts, which all make.
 
-        Ranks share the files out among themselves by locks; where the file system has none, the
-        first rank tokenises alone.
+        Ranks share the files out among themselves by locks, which a rank that fails or dies lets
+        go of; where the file system has none, the first rank tokenises alone.
         """
         self.tokenizer = self.ranks.main_first(lambda: prepare_tokenizer(self.s))
         cache, found = cache_folder(self.s), []
