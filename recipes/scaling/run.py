@@ -38,8 +38,8 @@ class Size:
     mlp: int
 
 
-SIZES = (Size("1M", 128, 6, 2, 320), Size("3M", 192, 8, 3, 512), Size("6M", 256, 8, 4, 704))
-SEEDS = {"1M": (1, 2, 3), "3M": (1,), "6M": (1,)}
+SIZES = (Size("0.3M", 64, 6, 1, 192), Size("1M", 128, 6, 2, 320), Size("3M", 192, 8, 3, 512))
+SEEDS = {"0.3M": (1, 2, 3), "1M": (1, 2, 3), "3M": (1,)}
 
 
 def fields(kind: str, size: Size, mlp: int) -> dict[str, Any]:
