@@ -12,7 +12,7 @@ from yocolm.ops.native.memory import empty_huge
 def test_tensors_never_overlap(monkeypatch: pytest.MonkeyPatch):
     """Small ones are cut from slabs, going on in the next; large ones have their own."""
     monkeypatch.setattr(memory, "SLAB", memory.HUGE_PAGE)
-    monkeypatch.setattr(memory, "_slabs", memory._Slabs())
+    monkeypatch.setattr(memory, "_slabs", memory.Slabs())
     shapes = [(3, 5), (1,), (0, 4), (100, 1001), (301, 1000), (301, 1000), (2, 3 << 20), (7,)]
     tensors = [empty_huge(shape, torch.bfloat16) for shape in shapes]
     for number, tensor in enumerate(tensors):

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from yocolm.config import Gemma4Config, LlamaConfig, ModelConfig, parse_config
 from yocolm.models.layouts import weight_layout
 from yocolm.models.tensor_files import SINGLE_FILE
+from yocolm.ops.native.library import native
+from yocolm.ops.native.memory import SLAB
 
 MB = 1_000_000
 pytestmark = pytest.mark.skipif(
@@ -28,13 +30,13 @@ def resident(field):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-folder, warm, dtype, tables = sys.argv[1:]
-load_model(warm, dtype, per_layer_tables=tables)
+folder, warm, dtype, tables, packed = sys.argv[1:]
+load_model(warm, dtype, per_layer_tables=tables, packed=packed == "packed")
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
 before = resident("VmRSS")
-model, _ = load_model(folder, dtype, per_layer_tables=tables)
+model, _ = load_model(folder, dtype, per_layer_tables=tables, packed=packed == "packed")
 report = {"peak": resident("VmHWM") - before, "left": resident("VmRSS") - before}
-report["weights"] = sum(p.nbytes for p in model.parameters())
+report["weights"] = sum(weight.nbytes for weight in model.state_dict().values())
 if hasattr(model, "per_layer"):
     rows = model.per_layer.table.weight.shape[0]
     for first in range(7):  # in all, every seventh row: every page of the file
@@ -45,8 +47,10 @@ print(json.dumps(report))
 """
 
 
-def measure(folder: Path, warm: Path, dtype: str, tables: str = "mapped") -> dict[str, int]:
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(warm), dtype, tables]
+def measure(
+    folder: Path, warm: Path, dtype: str, tables: str = "mapped", form: str = "plain"
+) -> dict[str, int]:
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(warm), dtype, tables, form]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -113,6 +117,16 @@ def test_peak_is_under_1_15_times_the_weights(
     assert report["weights"] > 200 * MB
     assert 0.95 * report["weights"] < report["peak"] < 1.15 * report["weights"]
     assert report["left"] < 1.05 * report["weights"]
+
+
+@pytest.mark.skipif(native().handle is None, reason=native().reason)
+def test_packed_for_serving_the_weights_are_held_once(tmp_path: Path) -> None:
+    """All of them fit into one slab, embeddings too."""
+    folder = write(llama(6000, 1), tmp_path / "model", torch.float32)
+    warm = write(llama(100, 1), tmp_path / "warm", torch.float32)
+    report = measure(folder, warm, "float32", form="packed")
+    assert 25 * MB < report["weights"] < SLAB
+    assert 0.9 * report["weights"] < report["left"] < 1.25 * report["weights"]
 
 
 def test_a_mapped_table_is_never_resident(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ from yocolm.models.authors import (
 from yocolm.models.gemma import LookupTable
 from yocolm.models.gemma3n import Gemma3n
 from yocolm.models.gemma4 import Gemma4
-from yocolm.models.layers import pack_weights
+from yocolm.models.layers import Linear, pack_weights
 from yocolm.models.llama import Llama
 from yocolm.models.loading_line import LoadingLine
 from yocolm.models.presets import PRESETS, preset
 from yocolm.models.weights import load_weights
 from yocolm.models.yoco import Yoco
-from yocolm.ops.native.memory import empty_huge
+from yocolm.ops.native.memory import Slabs, empty_huge
 from yocolm.tokenizer import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -126,12 +126,14 @@ def build_model(
     with torch.device("meta"):
         model = _MODULES[type(config)](config)
     model.to(dtype)
+    linears = Slabs()  # apart from what stays, as packing gives these weights back
     for module in model.modules():
         if allocate_tables or not isinstance(module, LookupTable):
             module.to_empty(device=device, recurse=False)
+            empty = linears.empty if isinstance(module, Linear) else empty_huge
             for parameter in module.parameters(recurse=False):
-                if parameter.is_cpu and parameter.dim() > 1:  # matrices, which packing gives back
-                    parameter.data = empty_huge(parameter.shape, dtype)
+                if parameter.is_cpu and parameter.dim() > 1:
+                    parameter.data = empty(parameter.shape, dtype)
     return model
 
 

@@ -19,32 +19,40 @@ SLAB = 16 * HUGE_PAGE  # what small tensors are cut from; freed with the last of
 _ALIGNMENT = 64
 
 
-class _Slabs:
-    """The slab that tensors are being cut from. Its tensors share memory, never elements."""
+class Slabs:
+    """Slabs that tensors are cut from one after the other: they share memory, never elements.
+
+    What is given back long before the rest, such as weights that are packed, wants slabs of its
+    own: a single tensor keeps the whole slab.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.slab: Tensor | None = None
-        self.used = 0
+        self._lock = threading.Lock()
+        self._slab: Tensor | None = None
+        self._used = 0
 
-    def cut(self, size: int) -> Tensor:
-        with self.lock:
-            if self.slab is None or self.used + size > SLAB:
-                self.slab, self.used = _pages(SLAB), 0
-            piece = self.slab[self.used : self.used + size]
-            self.used += -(-size // _ALIGNMENT) * _ALIGNMENT
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As ``torch.empty`` on the CPU, in huge pages where the system lends them."""
+        size = math.prod(shape) * dtype.itemsize
+        with torch.inference_mode(False):  # such memory serves inside of it and out of it
+            flat = self._cut(size) if size <= SLAB // 4 else _pages(size)[:size]
+            return flat.view(dtype).view(*shape)
+
+    def _cut(self, size: int) -> Tensor:
+        with self._lock:
+            if self._slab is None or self._used + size > SLAB:
+                self._slab, self._used = _pages(SLAB), 0
+            piece = self._slab[self._used : self._used + size]
+            self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
             return piece
 
 
-_slabs = _Slabs()
+_slabs = Slabs()
 
 
 def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As ``torch.empty`` on the CPU, in huge pages where the system lends them."""
-    size = math.prod(shape) * dtype.itemsize
-    with torch.inference_mode(False):  # such memory serves inside of it and out of it
-        flat = _slabs.cut(size) if size <= SLAB // 4 else _pages(size)[:size]
-        return flat.view(dtype).view(*shape)
+    """A tensor of the slabs for all that stays; see ``Slabs.empty``."""
+    return _slabs.empty(shape, dtype)
 
 
 def _pages(size: int) -> Tensor:
