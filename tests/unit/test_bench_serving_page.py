@@ -7,8 +7,8 @@ import pytest
 
 from browser import PROGRAM, Tab, browser
 from made_up_run import made_up_run
-from yocolm.bench.charts import bytes_text
 from yocolm.bench.serving_report import report
+from yocolm.eval.charts import bytes_text
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium here")
 POOL = "document.querySelector('#pools .canvas')"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from made_up_run import made_up_run
-from yocolm.bench import charts
-from yocolm.bench.charts import Chart, clock, linear, logarithmic, seconds_text
 from yocolm.bench.recording import PHASES, Recording
 from yocolm.bench.serving_report import report, serving_table
 from yocolm.bench.serving_timeline import DETAIL, MAX_BARS, Timeline, detail_of, grouped
+from yocolm.eval import charts
+from yocolm.eval.charts import Chart, clock, linear, logarithmic, seconds_text
 
 VOID = {"meta", "path", "br"}
 

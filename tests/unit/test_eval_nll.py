@@ -232,6 +232,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     # What repeats is predicted better and better.
     assert printed["cells"][1]["nll_per_token"] < printed["cells"][0]["nll_per_token"]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "<polyline" in page and "src=" not in page and "<script" not in page
+    assert page.count('<path class="line c1"') == 2 and "src=" not in page and "<script" not in page
     assert cli.main(["eval", "nll", "bundled", str(text), "--share", "0"]) == 1
     assert "share is 0.0; it must be above 0" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from yocolm.engine.hardware import Hardware
 from yocolm.engine.settings import EngineSettings
 from yocolm.engine.trace import TraceRequest
 from yocolm.errors import ConfigError
+from yocolm.eval.charts import length_text
 from yocolm.models.presets import llama_twin, preset
 
 CONTEXTS = (8 * 1024, 128 * 1024, 1024 * 1024)
@@ -88,7 +89,7 @@ def markdown(names: Sequence[str], contexts: Sequence[int], model: str) -> str:
                 capacity(Setup(one, hardware, EngineSettings()), context) for one in (config, twin)
             )
             lines.append(
-                f"| {name}, {_tokens(context)} | " + " | ".join(_cells(ours, theirs)) + " |"
+                f"| {name}, {length_text(context)} | " + " | ".join(_cells(ours, theirs)) + " |"
             )
     return "\n".join(lines)
 
@@ -119,13 +120,6 @@ def _cells(ours: Capacity, theirs: Capacity) -> list[str]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _tokens(count: int) -> str:
-    for unit, size in (("M", 1024**2), ("K", 1024)):
-        if count % size == 0:
-            return f"{count // size}{unit}"
-    return str(count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

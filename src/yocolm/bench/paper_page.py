@@ -7,17 +7,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from yocolm.bench.charts import (
-    Axis,
-    Chart,
-    escape,
-    legend,
-    linear,
-    logarithmic,
-    named,
-    seconds_text,
-    table,
-)
 from yocolm.bench.paper import PARTS, SIDES
 from yocolm.bench.paper_reference import ACCOUNT
 from yocolm.bench.paper_report import (
@@ -26,13 +15,25 @@ from yocolm.bench.paper_report import (
     about,
     digits,
     failures,
-    length_text,
     memory_unit,
     tables,
     too_large,
     values_table,
 )
 from yocolm.bench.report import pyplot
+from yocolm.eval.charts import (
+    STYLE,
+    Axis,
+    Chart,
+    escape,
+    legend,
+    length_text,
+    linear,
+    logarithmic,
+    named,
+    seconds_text,
+    table,
+)
 
 PAGE = Path(__file__).with_name("paper_report.html")
 Points = list[tuple[float, float]]
@@ -71,7 +72,7 @@ def html_report(result: dict[str, Any]) -> str:
             body.append(f'<p class="soft">{escape(study["hardware_note"])}</p>')
     machine = ", ".join(f"{key} {value}" for key, value in result.get("machine", {}).items())
     page = Template(PAGE.read_text(encoding="utf-8"))
-    return page.substitute(body="\n".join(body), machine=escape(machine))
+    return page.substitute(style=STYLE, body="\n".join(body), machine=escape(machine))
 
 
 def _figures(study: dict[str, Any]) -> list[str]:

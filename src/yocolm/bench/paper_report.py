@@ -7,20 +7,12 @@ from typing import Any
 from yocolm.bench.paper import PARTS, SIDES
 from yocolm.bench.paper_reference import ACCOUNT, VALUES
 from yocolm.bench.report import table
+from yocolm.eval.charts import length_text
 
 MARKS = {"measured": "m", "predicted": "p", "mixed": "m/p"}
 LEGEND = "m: measured here; p: predicted; m/p: a ratio of one of each"
 NAMES = {"yoco": "YOCO", "transformer": "Transformer"}
 Table = tuple[str, list[str], list[list[str]]]
-
-
-def length_text(length: int | float) -> str:
-    """1M, 32K, or the number."""
-    count = int(length)
-    for unit, size in (("M", 1024**2), ("K", 1024)):
-        if count >= size and count % size == 0:
-            return f"{count // size}{unit}"
-    return str(count)
 
 
 def digits(value: float) -> str:

@@ -9,8 +9,21 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from yocolm.bench.charts import (
+from yocolm.bench.recording import PERCENTILES, PHASES, quantile
+from yocolm.bench.report import table as text_table
+from yocolm.bench.serving_sweep import sweep_section
+from yocolm.bench.serving_timeline import (
+    PHASE_NAMES,
+    Timeline,
+    card,
+    phases_section,
+    pools_section,
+    queue_section,
+)
+from yocolm.errors import ConfigError
+from yocolm.eval.charts import (
     GAP,
+    STYLE,
     Axis,
     Chart,
     bytes_text,
@@ -24,18 +37,6 @@ from yocolm.bench.charts import (
     seconds_text,
     table,
 )
-from yocolm.bench.recording import PERCENTILES, PHASES, quantile
-from yocolm.bench.report import table as text_table
-from yocolm.bench.serving_sweep import sweep_section
-from yocolm.bench.serving_timeline import (
-    PHASE_NAMES,
-    Timeline,
-    card,
-    phases_section,
-    pools_section,
-    queue_section,
-)
-from yocolm.errors import ConfigError
 
 PAGE = Path(__file__).with_name("serving_report.html")
 LATENCIES = {
@@ -71,7 +72,7 @@ def report(result: dict[str, Any]) -> str:
     title = f"Serving {result['model']}"
     page = Template(PAGE.read_text(encoding="utf-8"))
     return page.substitute(
-        title=escape(title), about=escape(_about(result)), links=links, body=body
+        style=STYLE, title=escape(title), about=escape(_about(result)), links=links, body=body
     )
 
 

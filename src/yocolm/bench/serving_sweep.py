@@ -5,18 +5,18 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from yocolm.bench.charts import (
+from yocolm.bench.serving_timeline import card
+from yocolm.eval.charts import (
     Axis,
     Chart,
     Hover,
-    count_text,
     legend,
+    length_text,
     logarithmic,
     named,
     seconds_text,
     table,
 )
-from yocolm.bench.serving_timeline import card
 
 TITLES = {
     "ttft": ("TTFT", "Median time to the first token over prompt length"),
@@ -48,7 +48,7 @@ def _charts(name: str, cells: list[dict[str, Any]]) -> str:
         return ""
     values = [value for *_, value in found]
     y = logarithmic(min(values) / 1.15, max(values) * 1.15, seconds_text)
-    x = named(sorted({prompt for _, prompt, _, _ in found}), tokens_text)
+    x = named(sorted({prompt for _, prompt, _, _ in found}), length_text)
     parts = []
     for concurrency in sorted({row[0] for row in found}):
         lines = {
@@ -61,7 +61,7 @@ def _charts(name: str, cells: list[dict[str, Any]]) -> str:
 
 def _chart(name: str, x: Axis, y: Axis, lines: dict[str, list[tuple[float, float]]]) -> str:
     says = f"{TITLES[name][0]} by prompt length: " + "; ".join(
-        f"{SIDES[side][1]}: " + ", ".join(f"{tokens_text(p)} {seconds_text(v)}" for p, v in points)
+        f"{SIDES[side][1]}: " + ", ".join(f"{length_text(p)} {seconds_text(v)}" for p, v in points)
         for side, points in lines.items()
     )
     chart = Chart(x, y, says)
@@ -73,14 +73,14 @@ def _chart(name: str, x: Axis, y: Axis, lines: dict[str, list[tuple[float, float
     if len(lines["off"]) == len(at):
         saved = [f"{off / on:.2f}x" for (_, on), (_, off) in zip(*lines.values(), strict=True)]
         texts.append(("", "off / on", saved))
-        chart.hover = Hover(at, [f"{tokens_text(prompt)} tokens" for prompt in at], texts)
+        chart.hover = Hover(at, [f"{length_text(prompt)} tokens" for prompt in at], texts)
     return chart.html()
 
 
 def _numbers(cells: list[dict[str, Any]]) -> str:
     rows = []
     for cell in cells:
-        row = [str(cell["concurrency"]), tokens_text(cell["prompt"])]
+        row = [str(cell["concurrency"]), length_text(cell["prompt"])]
         for name in TITLES:
             on, off = (cell["sides"][side][name] for side in SIDES)
             if not on or not off:
@@ -91,11 +91,3 @@ def _numbers(cells: list[dict[str, Any]]) -> str:
         rows.append(row)
     head = ["at once", "prompt", "TTFT on", "off", "off / on", "TPOT on", "off", "off / on"]
     return table(head, rows)
-
-
-def tokens_text(value: float) -> str:
-    """2048 is "2K": prompt lengths are powers of two more often than not."""
-    whole = int(value)
-    if whole >= 1024 and whole % 1024 == 0:
-        return f"{whole // 1024}K"
-    return count_text(value) if whole >= 10_000 else str(whole)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from yocolm.bench.charts import (
+from yocolm.bench.recording import PHASES
+from yocolm.eval.charts import (
     Axis,
     Chart,
     Hover,
@@ -20,7 +21,6 @@ from yocolm.bench.charts import (
     seconds_text,
     table,
 )
-from yocolm.bench.recording import PHASES
 
 PHASE_NAMES = {
     "self_prefill": "self-prefill",

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from yocolm.eval.report_html import LINE_COLOURS, powers, size_text
+from yocolm.eval.charts import COLOURS, length_text, powers
 
 if TYPE_CHECKING:
     from yocolm.eval.report import Curves, Grid, Report
@@ -66,12 +66,12 @@ def _draw_grid(axis: Any, grid: Grid) -> None:
 def _draw_curves(axis: Any, curves: Curves) -> None:
     points = [x for line in curves.lines.values() for x, _ in line]
     for index, (name, line) in enumerate(curves.lines.items()):
-        ink = LINE_COLOURS[index % len(LINE_COLOURS)]
+        ink = COLOURS[index % len(COLOURS)]
         axis.plot(*zip(*line, strict=True), marker="o", markersize=3, color=ink, label=name)
     axis.set_xscale("log", base=2)
     if points:
         ticks = powers(min(points), max(points))
-        axis.set_xticks(ticks, [size_text(tick) for tick in ticks], fontsize=7)
+        axis.set_xticks(ticks, [length_text(tick) for tick in ticks], fontsize=7)
     axis.tick_params(labelsize=7)
     axis.set_title(curves.title, fontsize=9)
     axis.set_xlabel(curves.x_title, fontsize=8)

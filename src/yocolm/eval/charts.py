@@ -10,9 +10,61 @@ import html
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 WIDTH, HEIGHT = 2000, 1000  # of the drawing, in its own units
+COLOURS = ("#0b6bb8", "#8a4fb5", "#d1600a", "#0b8a66", "#8b96a3")
+CLASSES = ("c1", "c2", "c3", "c4", "c5")  # that have them
+# What a page needs for charts: colours, light and dark, and where the parts of a chart stand.
+STYLE = f"""
+:root {{ {"; ".join(f"--p{i}: {colour}" for i, colour in enumerate(COLOURS, 1))} }}
+"""
+STYLE += """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --card: #ffffff; --ink: #16202b; --soft: #5a6675; --rule: #dfe3e9;
+  --grid: #e6e9ee;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #0e1319; --card: #161d26; --ink: #e6ebf1; --soft: #9aa7b5; --rule: #2a3441;
+    --grid: #222b36; --p1: #4aa8f5; --p2: #c292ea; --p3: #f39a45; --p4: #3cc79c; --p5: #7d8896;
+  }
+}
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 0 0 10px; padding: 0;
+  list-style: none; font-size: 13.5px; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
+  background: var(--c, transparent); margin-right: 6px; }
+.plot { display: grid; grid-template-columns: 62px minmax(0, 1fr); font-size: 12px;
+  grid-template-rows: 200px 22px; color: var(--soft); font-variant-numeric: tabular-nums; }
+.plot.tall { grid-template-rows: 250px 22px; }
+.ys { position: relative; }
+.ys span { position: absolute; right: 8px; transform: translateY(50%); line-height: 1;
+  white-space: nowrap; }
+.canvas { position: relative; min-width: 0; border-bottom: 1px solid var(--soft);
+  outline-offset: 3px; }
+.canvas svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible;
+  display: block; }
+.xs { position: relative; grid-column: 2; margin-top: 5px; }
+.xs span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
+.xs .first { transform: none; } .xs .last { transform: translateX(-100%); }
+.note { position: absolute; font-size: 11px; line-height: 1; padding: 1px 3px;
+  background: var(--card); border-radius: 3px; }
+.note.end { transform: translateX(-100%); }
+.axis { position: absolute; font-size: 11.5px; background: var(--card); padding: 0 3px;
+  border-radius: 3px; opacity: .9; pointer-events: none; }
+.axis.right { right: 2px; bottom: 3px; } .axis.up { left: 3px; top: 2px; }
+path { vector-effect: non-scaling-stroke; }
+path.grid { display: inline; stroke: var(--grid); stroke-width: 1; fill: none; }
+.area { fill: var(--c); stroke: none; }
+.line { fill: none; stroke: var(--c); stroke-width: 1.75; stroke-linejoin: round; }
+.dots { fill: none; stroke: var(--c); stroke-linecap: round; stroke-width: 6.5; }
+.dots.few { stroke-width: 3; opacity: .45; } .dots.some { stroke-width: 4; opacity: .75; }
+.mark { fill: none; stroke: var(--soft); stroke-width: 1; stroke-dasharray: 3 3; }
+.c1 { --c: var(--p1); } .c2 { --c: var(--p2); } .c3 { --c: var(--p3); } .c4 { --c: var(--p4); }
+.c5 { --c: var(--p5); }
+@media (max-width: 560px) { .thin span:nth-child(2n) { display: none; } }
+"""
 GAP = "\N{NO-BREAK SPACE}"
 _SECONDS = ((1, "s"), (1e3, "ms"), (1e6, "µs"))
 Text = Callable[[float], str]
@@ -46,6 +98,15 @@ def count_text(value: float) -> str:
             return f"{value:.0f}" if not unit and value == int(value) else _digits(value) + unit
         value /= 1000
     return f"{_digits(value)}G"
+
+
+def length_text(length: float) -> str:
+    """Tokens: 1M, 32K, or the number."""
+    count = int(length)
+    for unit, size in (("M", 1024**2), ("K", 1024)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
 
 
 def percent_text(value: float) -> str:
@@ -94,6 +155,15 @@ def linear(
     return Axis(low, high, tuple((value, text(value)) for value in values))
 
 
+def plain_linear(low: float, high: float, count: int = 5) -> Axis:
+    """As ``linear``; all ticks have the decimals that their steps need."""
+    axis = linear(low, high, str, count)
+    values = [value for value, _ in axis.ticks]
+    step = values[1] - values[0] if len(values) > 1 else 1.0
+    places = max(0, -math.floor(math.log10(step) + 1e-9))
+    return replace(axis, ticks=tuple((value, f"{value:.{places}f}") for value in values))
+
+
 def clock(begin: float, end: float, count: int = 6) -> Axis:
     """An axis of time in seconds, its ticks in seconds, minutes or hours as it is long."""
     size, unit = next(
@@ -101,11 +171,8 @@ def clock(begin: float, end: float, count: int = 6) -> Axis:
         for size, unit in ((1, "s"), (60, "min"), (3600, "h"))
         if end <= 180 * size or unit == "h"
     )
-    plain = linear(begin / size, max(end, begin + 1e-6) / size, str, count)
-    values = [value for value, _ in plain.ticks]
-    step = values[1] - values[0] if len(values) > 1 else 1.0
-    places = max(0, -math.floor(math.log10(step) + 1e-9))
-    ticks = tuple((value * size, f"{value:.{places}f}{GAP}{unit}") for value in values)
+    plain = plain_linear(begin / size, max(end, begin + 1e-6) / size, count)
+    ticks = tuple((value * size, f"{text}{GAP}{unit}") for value, text in plain.ticks)
     return Axis(begin, plain.high * size, ticks)
 
 
@@ -121,6 +188,20 @@ def logarithmic(low: float, high: float, text: Text = count_text) -> Axis:
     values = [m * 10.0**p for p in powers if p % every == 0 for m in steps]
     kept = [v for v in values if low * 0.999 <= v <= high * 1.001]
     return Axis(low, high, tuple((value, text(value)) for value in kept), log=True)
+
+
+def doubling(low: float, high: float) -> Axis:
+    """An axis by ratio over numbers of tokens, with ticks at powers of two."""
+    if not high > low:
+        low, high = low / 2, high * 2
+    return Axis(low, high, tuple((tick, length_text(tick)) for tick in powers(low, high)), log=True)
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Powers of two within bounds, at most a dozen of them."""
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, (last - first) // 10)
+    return [2.0**power for power in range(first, last + 1, step)]
 
 
 def named(values: Sequence[float], text: Text = count_text) -> Axis:
