@@ -32,7 +32,7 @@ from yocolm.eval.asking import (
 )
 from yocolm.eval.haystack import Haystack, continuation
 from yocolm.eval.needle import passage_of, score_numbers
-from yocolm.eval.report import Grid, Report, accuracy_line, mean
+from yocolm.eval.report import Grid, Report, Side, cells_by, mean
 from yocolm.eval.words import draw_keys, draw_numbers
 from yocolm.tokenizer import Tokenizer
 
@@ -235,45 +235,31 @@ def chain_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """A heat map of hops by length for each task."""
-
-    def scores(task: str, hops: int, length: int) -> list[float]:
-        place = (task, hops, length)
-        return [s["score"] for s in samples if (s["task"], s["hops"], s["length"]) == place]
-
-    grids = [
-        Grid.of(
-            f"Score by hops and length, {task}",
-            ("hops", [str(hops) for hops in plan.hops]),
-            ("length", [f"{length:,}" for length in plan.lengths]),
-            [[scores(task, hops, length) for length in plan.lengths] for hops in plan.hops],
-        )
-        for task in plan.tasks
-    ]
-    every = [sample["score"] for sample in samples]
-    return Report(
-        kind="multi-hop",
-        model=model,
-        settings={**vars(plan), **words.describe(), "link": words.template.link},
-        headline=accuracy_line(every),
-        summary={"score": mean(every), "questions": len(every), **totals},
-        cells=[
-            {
-                "task": task,
-                "hops": hops,
-                "length": length,
-                "questions": len(found),
-                "score": mean(found),
-                "all_right": mean([float(score == 1) for score in found]),
-            }
+    tasks, hops = Side("task", plan.tasks), Side("hops", plan.hops)
+    lengths = Side.lengths(plan.lengths)
+    return Report.of_questions(
+        "multi-hop",
+        model,
+        {**vars(plan), **words.describe(), "link": words.template.link},
+        samples,
+        totals,
+        "score",
+        cells=cells_by(samples, tasks, hops, lengths, counted=_counted),
+        grids=[
+            Grid.of(
+                f"Score by hops and length, {task}",
+                hops,
+                lengths,
+                [sample for sample in samples if sample["task"] == task],
+            )
             for task in plan.tasks
-            for hops in plan.hops
-            for length in plan.lengths
-            for found in [scores(task, hops, length)]
         ],
-        grids=grids,
         notes=list(notes),
-        samples=list(samples),
     )
+
+
+def _counted(scores: Sequence[float]) -> dict[str, Any]:
+    return {"score": mean(scores), "all_right": mean([float(score == 1) for score in scores])}
 
 
 def _variables(count: int, rng: random.Random) -> list[str]:

@@ -29,7 +29,7 @@ from yocolm.eval.asking import (
     groups,
 )
 from yocolm.eval.haystack import Haystack, Passage, continuation
-from yocolm.eval.report import JSON_FILE, Grid, Report, accuracy_line, mean
+from yocolm.eval.report import JSON_FILE, Grid, Report, Side, cells_by
 from yocolm.eval.words import draw_keys, draw_numbers, listed, numbers_in
 from yocolm.tokenizer import Tokenizer
 
@@ -225,64 +225,26 @@ def needle_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """Heat maps of depth by length for each number of needles; with several, those by length."""
-    lengths = [f"{length:,}" for length in plan.lengths]
+    counts, lengths = Side("needles", plan.needles), Side.lengths(plan.lengths)
+    depths = Side("depth", plan.depths, lambda depth: f"{100 * depth:.0f} %")
     grids = []
     if len(plan.needles) > 1:
-        grids.append(
-            Grid.of(
-                "Accuracy by number of needles and length",
-                ("needles", [str(n) for n in plan.needles]),
-                ("length", lengths),
-                [[_scores(samples, n, length) for length in plan.lengths] for n in plan.needles],
-            )
-        )
+        title = "Accuracy by number of needles and length"
+        grids.append(Grid.of(title, counts, lengths, samples))
     for needles in plan.needles:
-        rows = [
-            [_scores(samples, needles, length, depth) for length in plan.lengths]
-            for depth in plan.depths
-        ]
-        title = "Accuracy by depth and length"
-        grids.append(
-            Grid.of(
-                title if needles == 1 else f"{title}, {needles} needles",
-                ("depth", [f"{100 * depth:.0f} %" for depth in plan.depths]),
-                ("length", lengths),
-                rows,
-            )
-        )
-    scores = [sample["score"] for sample in samples]
-    asks = {"ask": "all" if plan.ask is None else plan.ask, "jointly": plan.jointly}
-    return Report(
-        kind="needle",
-        model=model,
-        settings={
-            "lengths": list(plan.lengths),
-            "depths": list(plan.depths),
-            "needles": list(plan.needles),
-            **asks,
-            "runs": plan.runs,
-            "seed": plan.seed,
-            **words.describe(),
-        },
-        summary={"accuracy": mean(scores), "questions": len(scores), **totals},
-        headline=accuracy_line(scores),
-        cells=[
-            {
-                "needles": needles,
-                "length": length,
-                "depth": depth,
-                "questions": len(found),
-                "right": sum(found),
-                "accuracy": mean(found),
-            }
-            for needles in plan.needles
-            for length in plan.lengths
-            for depth in plan.depths
-            for found in [_scores(samples, needles, length, depth)]
-        ],
+        title = "Accuracy by depth and length" + (f", {needles} needles" if needles > 1 else "")
+        own = [sample for sample in samples if sample["needles"] == needles]
+        grids.append(Grid.of(title, depths, lengths, own))
+    asked = "all" if plan.ask is None else plan.ask
+    return Report.of_questions(
+        "needle",
+        model,
+        {**vars(plan), "ask": asked, **words.describe()},
+        samples,
+        totals,
+        cells=cells_by(samples, counts, lengths, depths),
         grids=grids,
         notes=[*notes, *_misplaced(samples)],
-        samples=list(samples),
     )
 
 
@@ -299,18 +261,6 @@ def _misplaced(samples: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{far} of {len(off)} texts have no end of a sentence near the depth of their cell: the "
         f"needle lies up to {100 * max(off):.0f} % of the text from it ({JSON_FILE} has where)."
-    ]
-
-
-def _scores(
-    samples: Sequence[dict[str, Any]], needles: int, length: int, depth: float | None = None
-) -> list[float]:
-    return [
-        sample["score"]
-        for sample in samples
-        if sample["needles"] == needles
-        and sample["length"] == length
-        and (depth is None or sample["depth"] == depth)
     ]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,21 @@ from yocolm.errors import RequestError
 from yocolm.eval.report_html import page, shown
 from yocolm.eval.report_png import draw
 
+Sample = Mapping[str, Any]  # a question and its answer, with a ``score``
 JSON_FILE, HTML_FILE, PNG_FILE = "report.json", "report.html", "report.png"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a table: what samples have under ``key``, and how it is shown."""
+
+    key: str
+    values: Sequence[Any]
+    shown: Callable[[Any], str] = str
+
+    @classmethod
+    def lengths(cls, lengths: Sequence[int]) -> Side:
+        return cls("length", lengths, "{:,}".format)
 
 
 @dataclass(frozen=True)
@@ -34,16 +49,19 @@ class Grid:
     counts: list[list[int]]
 
     @classmethod
-    def of(
-        cls,
-        title: str,
-        rows: tuple[str, list[str]],
-        columns: tuple[str, list[str]],
-        scores: Sequence[Sequence[Sequence[float]]],
-    ) -> Grid:
-        """From the scores in each cell; ``rows`` and ``columns`` are a title and labels."""
-        values = [[mean(cell) for cell in row] for row in scores]
-        return cls(title, *rows, *columns, values, [[len(cell) for cell in row] for row in scores])
+    def of(cls, title: str, rows: Side, columns: Side, samples: Sequence[Sample]) -> Grid:
+        """Of the scores of ``samples`` at each place."""
+        found = scores_by(samples, rows.key, columns.key)
+        cells = [[found.get((row, column), []) for column in columns.values] for row in rows.values]
+        return cls(
+            title,
+            rows.key,
+            [rows.shown(value) for value in rows.values],
+            columns.key,
+            [columns.shown(value) for value in columns.values],
+            [[mean(cell) for cell in line] for line in cells],
+            [[len(cell) for cell in line] for line in cells],
+        )
 
     def text(self) -> str:
         """Percentages in columns."""
@@ -85,6 +103,30 @@ class Report:
     curves: list[Curves] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of_questions(
+        cls,
+        kind: str,
+        model: str,
+        settings: dict[str, Any],
+        samples: Sequence[Sample],
+        totals: dict[str, Any],
+        score: str = "accuracy",
+        **found: Any,
+    ) -> Report:
+        """One whose result is the mean score of ``samples``, by the name ``score``; ``found`` is
+        the rest of the fields."""
+        scores = [sample["score"] for sample in samples]
+        return cls(
+            kind=kind,
+            model=model,
+            settings=settings,
+            headline=accuracy_line(scores),
+            summary={score: mean(scores), "questions": len(scores), **totals},
+            samples=[dict(sample) for sample in samples],
+            **found,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All but the grids and curves, whose numbers are those of ``cells``."""
@@ -137,6 +179,34 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     )
+
+
+def scores_by(samples: Sequence[Sample], *keys: str) -> dict[tuple[Any, ...], list[float]]:
+    """The scores of samples at each place, which is what they have under ``keys``."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for sample in samples:
+        found.setdefault(tuple(sample[key] for key in keys), []).append(sample["score"])
+    return found
+
+
+def cells_by(
+    samples: Sequence[Sample],
+    *sides: Side,
+    counted: Callable[[Sequence[float]], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """A dictionary for each place, the last of ``sides`` changing first: where it is, how many
+    ``questions`` it has and what is ``counted`` of their scores (None: ``right``, ``accuracy``)."""
+    found = scores_by(samples, *(side.key for side in sides))
+    cells = []
+    for place in product(*(side.values for side in sides)):
+        scores = found.get(place, [])
+        where = {side.key: value for side, value in zip(sides, place, strict=True)}
+        cells.append({**where, "questions": len(scores), **(counted or _right)(scores)})
+    return cells
+
+
+def _right(scores: Sequence[float]) -> dict[str, Any]:
+    return {"right": sum(scores), "accuracy": mean(scores)}
 
 
 def mean(scores: Sequence[float]) -> float | None:

@@ -22,7 +22,7 @@ from yocolm.eval.asking import (
 )
 from yocolm.eval.haystack import Haystack, continuation
 from yocolm.eval.needle import passage_of, score_numbers
-from yocolm.eval.report import Grid, Report, accuracy_line, mean
+from yocolm.eval.report import Grid, Report, Side, cells_by
 from yocolm.eval.words import draw_keys, draw_numbers
 from yocolm.tokenizer import Tokenizer
 
@@ -160,38 +160,14 @@ def turn_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """A heat map of turn by length."""
-
-    def scores(turn: int, length: int) -> list[float]:
-        return [s["score"] for s in samples if (s["turn"], s["length"]) == (turn, length)]
-
-    turns = range(1, plan.turns + 1)
-    every = [sample["score"] for sample in samples]
-    return Report(
-        kind="multi-turn",
-        model=model,
-        settings={**vars(plan), **words.describe()},
-        headline=accuracy_line(every),
-        summary={"accuracy": mean(every), "questions": len(every), **totals},
-        cells=[
-            {
-                "length": length,
-                "turn": turn,
-                "questions": len(found),
-                "right": sum(found),
-                "accuracy": mean(found),
-            }
-            for length in plan.lengths
-            for turn in turns
-            for found in [scores(turn, length)]
-        ],
-        grids=[
-            Grid.of(
-                "Accuracy by turn and length",
-                ("turn", [str(turn) for turn in turns]),
-                ("length", [f"{length:,}" for length in plan.lengths]),
-                [[scores(turn, length) for length in plan.lengths] for turn in turns],
-            )
-        ],
+    turns, lengths = Side("turn", range(1, plan.turns + 1)), Side.lengths(plan.lengths)
+    return Report.of_questions(
+        "multi-turn",
+        model,
+        {**vars(plan), **words.describe()},
+        samples,
+        totals,
+        cells=cells_by(samples, lengths, turns),
+        grids=[Grid.of("Accuracy by turn and length", turns, lengths, samples)],
         notes=list(notes),
-        samples=list(samples),
     )
