@@ -5,8 +5,9 @@
 writes OUT, a .jsonl of documents. TEXTS is what recipes/austen/prepare.py wrote. Each document is a
 continuous piece of one text; between its sentences stand facts ("The special magic number for
 Barolin is 48213.") and, log-uniformly up to ``--distance`` tokens later, questions with their
-answers. Every fact is new. What the evaluation asks for never occurs as a fact: no key is a city of
-the needle evaluation, and no value has seven digits. Persuasion is not read.
+answers; in exams all questions stand behind the text. With ``--answers`` every document is an exam
+as a list of prompts and completions, so that answers alone are learnt. Every fact is new, no key is
+a city of the needle evaluation, and Persuasion is not read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from yocolm.eval.words import CITIES
 
@@ -39,32 +41,38 @@ TEXTS = (
 )
 CHARS_PER_TOKEN = 3.3
 DIGITS = (3, 4, 5, 6, 6, 7, 7, 7, 7, 8, 8, 9)  # of a value
+# A fact as it is stated, the question, the answer.
 MAGIC = (
     "The special magic number for {key} is {value}.",
-    "What is the special magic number for {key}? The special magic number for {key} is {value}.",
+    "What is the special magic number for {key}?",
+    "The special magic number for {key} is {value}.",
 )
 JOINT = (
-    "What are the special magic numbers for {keys}? The special magic numbers for {keys} are "
-    "{values}."
+    "What are the special magic numbers for {keys}?",
+    "The special magic numbers for {keys} are {values}.",
 )
 FORMS = (
     (
         "The {what} of {key} is {value}.",
-        "What is the {what} of {key}? The {what} of {key} is {value}.",
+        "What is the {what} of {key}?",
+        "The {what} of {key} is {value}.",
     ),
-    ("{key}'s {what} is {value}.", "What is {key}'s {what}? {key}'s {what} is {value}."),
+    ("{key}'s {what} is {value}.", "What is {key}'s {what}?", "{key}'s {what} is {value}."),
     (
         "Remember that the {what} for {key} was {value}.",
-        "What was the {what} for {key}? The {what} for {key} was {value}.",
+        "What was the {what} for {key}?",
+        "The {what} for {key} was {value}.",
     ),
     (
         "{key} was sold for {value} pounds.",
-        "For how much was {key} sold? {key} was sold for {value} pounds.",
+        "For how much was {key} sold?",
+        "{key} was sold for {value} pounds.",
     ),
-    ("{key}: {value}.", "{key}: {value}."),
+    ("{key}: {value}.", "{key}:", "{value}."),
     (
         "In the register {key} has {what} {value}.",
-        "Which {what} has {key}? In the register {key} has {what} {value}.",
+        "Which {what} has {key}?",
+        "In the register {key} has {what} {value}.",
     ),
 )
 ATTRIBUTES = (
@@ -89,15 +97,44 @@ SYLLABLES = (
 ENDINGS = "n r l s th m dale ton ford by wick grad ville mouth a o".split()
 
 
+class Question(NamedTuple):
+    """What is asked, and its answer."""
+
+    asked: str
+    answer: str
+
+    def __str__(self) -> str:
+        return f"{self.asked} {self.answer}"
+
+
 @dataclass(frozen=True)
 class Fact:
-    """A statement and the question that gives it back."""
+    """A statement, and what asks for it and gives it back."""
 
     statement: str
-    question: str
+    question: Question
     key: str
     value: str
     is_magic: bool
+
+
+class Exam(NamedTuple):
+    """A text, and questions about it."""
+
+    text: str
+    questions: list[Question]
+
+    def __str__(self) -> str:
+        return " ".join([self.text, *map(str, self.questions)])
+
+    def record(self) -> dict[str, list[str]]:
+        """The questions as prompts, the text before the first; the answers as completions."""
+        prompts = [f" {question.asked}" for question in self.questions]
+        prompts[0] = self.text + prompts[0]
+        return {
+            "prompt": prompts,
+            "completion": [f" {question.answer}" for question in self.questions],
+        }
 
 
 class Maker:
@@ -140,12 +177,13 @@ class Maker:
     def fact(self) -> Fact:
         key, value = self.key(), self.value()
         is_magic = self.random.random() < 0.45
-        statement, question = MAGIC if is_magic else self.random.choice(FORMS)
+        form = MAGIC if is_magic else self.random.choice(FORMS)
         fill = {"key": key, "value": value, "what": self.random.choice(ATTRIBUTES)}
-        said, asked = (_first_upper(text.format(**fill)) for text in (statement, question))
-        return Fact(said, asked, key, value, is_magic)
+        statement, asked, answer = (text.format(**fill) for text in form)
+        question = Question(_first_upper(asked), answer)
+        return Fact(_first_upper(statement), question, key, value, is_magic)
 
-    def question(self, fact: Fact, others: list[Fact]) -> str:
+    def question(self, fact: Fact, others: list[Fact]) -> Question:
         """What asks for ``fact``, now and then together with up to seven of the ``others``."""
         if not fact.is_magic or self.random.random() > 0.25:
             return fact.question
@@ -157,7 +195,7 @@ class Maker:
         asked = [(fact.key, fact.value), *self.random.sample(sorted(known.items()), count)]
         self.random.shuffle(asked)
         keys, values = (_listed(part) for part in zip(*asked, strict=True))
-        return JOINT.format(keys=keys, values=values)
+        return Question(*(text.format(keys=keys, values=values) for text in JOINT))
 
     def echo(self, size: int) -> str:
         """Lists of random keys, words and numbers, each said two to four times."""
@@ -180,7 +218,7 @@ class Maker:
         while length < size:
             if due and due[0][0] <= length:
                 _, _, fact = heapq.heappop(due)
-                part = self.question(fact, [other for _, _, other in due])
+                part = str(self.question(fact, [other for _, _, other in due]))
             elif self.random.random() < density:
                 fact = self.fact()
                 part = fact.statement
@@ -194,11 +232,15 @@ class Maker:
             length += len(part) + 1
         return " ".join(parts)
 
-    def exam(self, size: int) -> str:
-        """Running text with facts all over it, and behind it questions about them in any order."""
+    def exam(self, size: int, least: int = 2, share: float | None = None) -> Exam:
+        """Running text with facts all over it, and behind it questions about them in any order.
+
+        ``least`` is the lowest number of facts, ``share`` that of the text in the document.
+        """
         sentences = self._passage(size)
-        text_size = int(size * self.random.uniform(0.55, 0.8))
-        count = int(math.exp(self.random.uniform(math.log(2), math.log(max(4, size / 350)))))
+        text_size = int(size * (share or self.random.uniform(0.55, 0.8)))
+        most = max(2 * least, size / (350 if share is None else 1000))
+        count = int(math.exp(self.random.uniform(math.log(least), math.log(most))))
         places = sorted(self.random.uniform(0, text_size) for _ in range(count))
         facts = [self.fact() for _ in range(count)]
         parts: list[str] = []
@@ -212,12 +254,13 @@ class Maker:
             length += len(parts[-1]) + 1
         asked = facts * 2
         self.random.shuffle(asked)
+        questions: list[Question] = []
         for fact in asked:
             if length >= size:
                 break
-            parts.append(self.question(fact, facts))
-            length += len(parts[-1]) + 1
-        return " ".join(parts)
+            questions.append(self.question(fact, facts))
+            length += len(str(questions[-1])) + 1
+        return Exam(" ".join(parts), questions)
 
     def _passage(self, size: int) -> Iterator[str]:
         """Sentences of one text, from a random place on, around its end if need be."""
@@ -246,7 +289,22 @@ def read_sentences(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
+def make(maker: Maker, arguments: argparse.Namespace) -> dict[str, str | list[str]]:
+    """The record of one document."""
+    distance = int(arguments.distance * CHARS_PER_TOKEN)
+    if arguments.answers:
+        size = int(distance * maker.random.choice((0.25, 0.5, 0.96, 0.96)))
+        return {**maker.exam(size, least=4, share=maker.random.uniform(0.8, 0.94)).record()}
+    size = int(distance * maker.random.uniform(1.0, 3.0))
+    kind = maker.random.random()
+    if kind < arguments.echoes:
+        return {"text": maker.echo(size)}
+    if kind < arguments.echoes + arguments.exams:
+        return {"text": str(maker.exam(int(distance * maker.random.uniform(0.15, 0.95))))}
+    return {"text": maker.document(size, distance, arguments.densities)}
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
@@ -254,6 +312,7 @@ def main() -> None:
     parser.add_argument("--distance", type=int, default=2048, help="tokens, the longest")
     parser.add_argument("--echoes", type=float, default=0.0, help="share of documents that repeat")
     parser.add_argument("--exams", type=float, default=0.0, help="share with all questions behind")
+    parser.add_argument("--answers", action="store_true", help="exams of which answers are learnt")
     parser.add_argument(
         "--densities",
         type=lambda text: tuple(map(float, text.split(","))),
@@ -261,23 +320,19 @@ def main() -> None:
         help="of facts among sentences; one is drawn for each document",
     )
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     maker = Maker(read_sentences(arguments.texts), arguments.seed)
     left = arguments.tokens * CHARS_PER_TOKEN
-    distance = int(arguments.distance * CHARS_PER_TOKEN)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.out, "w", encoding="utf-8") as file:
         while left > 0:
-            size = int(distance * maker.random.uniform(1.0, 3.0))
-            kind = maker.random.random()
-            if kind < arguments.echoes:
-                document = maker.echo(size)
-            elif kind < arguments.echoes + arguments.exams:
-                document = maker.exam(int(distance * maker.random.uniform(0.15, 0.95)))
-            else:
-                document = maker.document(size, distance, arguments.densities)
-            file.write(json.dumps({"text": document}) + "\n")
-            left -= len(document)
+            record = make(maker, arguments)
+            file.write(json.dumps(record) + "\n")
+            left -= sum(len(text) for parts in record.values() for text in parts)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from packed import DTYPES, apart, places, randn
 from tolerances import OPS
-from yocolm.ops.attention import attention_reference, causal_attention, window_attention
+from yocolm.ops import attention
+from yocolm.ops.attention import (
+    attention_reference,
+    causal_attention,
+    row_attention,
+    window_attention,
+)
 
 LENGTHS = [(1,), (2,), (7,), (64,), (65,), (6, 6, 6), (0, 5, 1, 0, 17, 1, 9, 0), (40, 3)]
 HEADS = [(4, 4), (4, 2), (4, 1)]
@@ -129,6 +135,33 @@ def test_many_uneven_sequences(window: int, order: str) -> None:
     assert_same(results(form, qkv), results(reference(lengths, window=window), qkv), OPS["float64"])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("heads", HEADS[1:], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 6, 1000])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.6, 1.0])
+def test_some_rows(
+    monkeypatch: pytest.MonkeyPatch, share: float, window: int, heads: tuple[int, int], dtype: str
+) -> None:
+    """In blocks smaller than a sequence, of sequences of which some have no row."""
+    monkeypatch.setattr(attention, "ROW_BLOCK", 7)
+    qkv = make_qkv(UNEVEN, heads, torch.float32)
+    seqs, positions = places(UNEVEN)
+    chosen = torch.rand(len(seqs), generator=torch.Generator().manual_seed(5)) < share
+    by_sequence = [positions[chosen & (seqs == i)].tolist() for i in range(len(UNEVEN))]
+    q, k, v = (x.double() for x in qkv)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = seqs[chosen], positions[chosen]
+        return attention_reference(q, k, v, rows, places(UNEVEN), 0.4, window)
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return row_attention(q, k, v, by_sequence, list(UNEVEN), window, 0.4)
+
+    expected = results(plain, (q[chosen], k, v))
+    q, k, v = (x.to(DTYPES[dtype]) for x in qkv)
+    assert_same(results(form, (q[chosen], k, v)), expected, OPS[dtype])
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
 def test_window_at_every_offset(window: int) -> None:
     """Weights read off one-hot values, for all lengths around the window, alone and together."""
@@ -178,3 +211,4 @@ def test_no_tokens(lengths: tuple[int, ...]) -> None:
     q, k, v = make_qkv(lengths)
     assert causal_attention(q, k, v, list(lengths)).shape == (0, 4, KEY)
     assert window_attention(q, k, v, list(lengths), 3).shape == (0, 4, KEY)
+    assert row_attention(q, k, v, [[] for _ in lengths], list(lengths)).shape == (0, 4, KEY)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from yocolm.models.base import AS_IS, KV, Batch
 from yocolm.models.spec import RETENTION_CHUNK
-from yocolm.ops.attention import causal_attention, window_attention
+from yocolm.ops.attention import causal_attention, row_attention, window_attention
 from yocolm.ops.block_attention import (
     KeySource,
     attend_blocks,
@@ -20,7 +20,7 @@ from yocolm.ops.blocks import Blocks, Classes, by_length, cut_blocks
 from yocolm.ops.heads import KeyForm, finish_kv
 from yocolm.ops.retention import retention_chunkwise
 
-KEY_BLOCK = 64  # tokens a key block where rows are few or capped
+KEY_BLOCK = 64  # tokens a key block where scores are capped
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,19 @@ class DenseKV:
         self, q: Tensor, batch: Batch, scale: float | None = None, softcap: float = 0.0
     ) -> Tensor:
         lengths = self.written.lengths
-        if len(q) < len(self.k) or softcap:
-            return self._attend_rows(q, batch, scale, softcap)
+        if softcap:
+            return self._attend_capped(q, batch, scale, softcap)
+        if len(q) < len(self.k):
+            positions = batch.memo("positions by sequence", lambda: _by_sequence(batch))
+            return row_attention(q, self.k, self.v, positions, lengths, self.window, scale)
         if self.window:
             return window_attention(q, self.k, self.v, lengths, self.window, scale)
         return causal_attention(q, self.k, self.v, lengths, scale)
 
-    def _attend_rows(self, q: Tensor, batch: Batch, scale: float | None, softcap: float) -> Tensor:
-        """Any rows: the fused kernel has neither a soft cap nor rows in the middle."""
+    def _attend_capped(
+        self, q: Tensor, batch: Batch, scale: float | None, softcap: float
+    ) -> Tensor:
+        """Any rows: the fused kernel has no soft cap."""
         blocks = cut_chunks(self.written, KEY_BLOCK)
         k, v = (blocks.spread(x).transpose(1, 2) for x in (self.k, self.v))
         starts = torch.zeros_like(self.written.kv_lens)
@@ -91,6 +96,10 @@ class DenseState:
 
     def commit(self, accepted: Tensor | None = None) -> None:
         pass
+
+
+def _by_sequence(batch: Batch) -> list[list[int]]:
+    return [part.tolist() for part in batch.positions.cpu().split(batch.lengths)]
 
 
 def cut_chunks(batch: Batch, size: int) -> Blocks:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from yocolm.ops.blocks import by_length, cut_blocks
 
+ROW_BLOCK = 512  # rows that ``row_attention`` takes at once: a mask of so many rows exists
+
 
 def attention_reference(
     q: Tensor,
@@ -97,6 +99,36 @@ def window_attention(
         return _padded(q, k, v, some, scale)
 
     return classes.apply(form, q, k, v)
+
+
+def row_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: list[list[int]],
+    lengths: list[int],
+    window: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of some rows of packed whole sequences; differentiable, memory linear in keys.
+
+    q is [R, H, K], k [T, G, K], v [T, G, V]. ``positions`` are those of q's rows, in ascending
+    lists, one for each sequence of ``lengths`` tokens.
+    """
+    parts, row, token = [], 0, 0
+    for rows, length in zip(positions, lengths, strict=True):
+        for i in range(0, len(rows), ROW_BLOCK):
+            part = rows[i : i + ROW_BLOCK]
+            low = max(0, part[0] - window + 1) if window else 0
+            keys, stop = slice(token + low, token + part[-1] + 1), row + len(part)
+            where = torch.tensor(part, device=q.device)
+            gap = where[:, None] - torch.arange(low, part[-1] + 1, device=q.device)
+            seen = (gap >= 0) & (gap < window) if window else gap >= 0
+            inputs = (x.transpose(0, 1)[None] for x in (q[row:stop], k[keys], v[keys]))
+            parts.append(_fused(*inputs, scale, seen)[0].transpose(0, 1))
+            row = stop
+        token += length
+    return torch.cat(parts) if parts else v.new_zeros(0, q.shape[1], v.shape[2])
 
 
 def _band(

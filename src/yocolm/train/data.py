@@ -22,8 +22,8 @@ from yocolm.train.settings import TrainSettings
 class Windows(NamedTuple):
     """Packed windows: ``inputs`` and ``targets`` [T] int64, and the ``lengths`` of the sequences.
 
-    Lengths sum to T. A sequence is a window, or a piece of one where documents do not see each
-    other.
+    A target is negative where nothing is to be predicted. Lengths sum to T. A sequence is a window,
+    or a piece of one where documents do not see each other.
     """
 
     inputs: np.ndarray
@@ -51,7 +51,9 @@ class Shape:
         for tokens, start, count in places:
             ids = tokens.read(start, start + count + 1)
             assert len(ids) == count + 1
-            targets.append(ids[1:])
+            prompt = ids < 0
+            ids[prompt] = ~ids[prompt]
+            targets.append(np.where(prompt[1:], -1, ids[1:]))
             if self.bos is not None:  # the token that gives way was a target of another window
                 ids[0] = self.bos
             inputs.append(ids[:-1])
@@ -62,29 +64,55 @@ class Shape:
 
 @dataclass
 class Source:
-    """Tokens of one source, drawn in windows without repetition until an epoch is through."""
+    """Tokens of one source, drawn in windows without repetition until an epoch is through.
+
+    With ``whole_documents`` every window begins with a document: with the first that the one before
+    does not hold whole, however long it is. Documents at the very end that fill no window are left.
+    """
 
     name: str
     tokens: Tokens
     weight: float
     digest: str  # of the text
+    whole_documents: bool = False
     _epoch: tuple[Any, int, np.ndarray] | None = field(init=False, repr=False, default=None)
+    _begins: tuple[int, np.ndarray] | None = field(init=False, repr=False, default=None)
 
     def place(self, draw: int, length: int, seed: int) -> int:
         """Where the ``draw``-th window of ``length + 1`` tokens begins.
 
-        Every epoch windows are shifted and change their order.
+        Every epoch windows are shifted, unless documents stay whole, and change their order.
         """
+        if self.whole_documents:
+            begins = self._documents(length)
+            epoch, index = divmod(draw, len(begins))
+            return int(begins[self._order(epoch, len(begins), length, seed)[1][index]])
         per_epoch = max(1, (len(self.tokens) - 1) // length - 1)
         epoch, index = divmod(draw, per_epoch)
+        shift, order = self._order(epoch, per_epoch, length, seed)
+        return shift + int(order[index]) * length
+
+    def _order(self, epoch: int, per_epoch: int, length: int, seed: int) -> tuple[int, np.ndarray]:
+        """An epoch's shift and the order of its windows."""
         key = (epoch, length, seed)
         if self._epoch is None or self._epoch[0] != key:
             name_seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big")
             rng = np.random.default_rng([seed, name_seed, epoch])
             shift = int(rng.integers(0, max(1, len(self.tokens) - per_epoch * length)))
             self._epoch = key, shift, rng.permutation(per_epoch)
-        _, shift, order = self._epoch
-        return shift + int(order[index]) * length
+        return self._epoch[1:]
+
+    def _documents(self, length: int) -> np.ndarray:
+        """Where windows begin that begin with documents."""
+        if self._begins is None or self._begins[0] != length:
+            starts = self.tokens.starts(0, len(self.tokens) - length)
+            found, index = [], 0
+            while index < len(starts):
+                found.append(int(starts[index]))
+                cut = int(np.searchsorted(starts, found[-1] + length + 1, side="right")) - 1
+                index = max(index + 1, cut)
+            self._begins = length, np.asarray(found)
+        return self._begins[1]
 
 
 class Sampler:
@@ -152,16 +180,21 @@ class Validation:
 
     @property
     def num_targets(self) -> int:
-        """How many tokens there are to be predicted: all but the first."""
+        """How many tokens follow another: all but the first, prompts too."""
         return len(self.tokens) - 1
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole text, in UTF-8."""
+        """Of the text to be predicted, in UTF-8."""
         return self.tokens.num_bytes
 
+    @property
+    def tokens_per_byte(self) -> float:
+        """Tokens to be predicted over the bytes of their text, in UTF-8; prompts do not count."""
+        return (self.num_targets - self.tokens.num_prompts) / self.num_bytes
+
     def count(self, max_tokens: int) -> int:
-        """How many targets ``windows`` has."""
+        """How many targets ``windows`` has, with those of prompts."""
         return min(max_tokens, self.num_targets)
 
     def windows(self, max_tokens: int, size: int) -> Iterator[Windows]:
@@ -205,7 +238,10 @@ def build_data(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> tuple[Sam
     bos = next(iter(JsonTokenizer(tokenizer).opening()), None)
     shape = Shape(s.data.sequence_length, bos, s.data.document_boundaries)
     found = TokenCache(cache, tokenizer, separator, share).load(find_sources(s))
-    sources = [Source(c.source.name, c.training, c.source.weight, c.digest) for c in found]
+    sources = [
+        Source(c.source.name, c.training, c.source.weight, c.digest, c.source.whole_documents)
+        for c in found
+    ]
     sampler = Sampler(sources, shape, s.seed)
     if share:
         text = joined(c.held_out for c in found)

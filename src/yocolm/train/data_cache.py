@@ -27,7 +27,15 @@ from tokenizers import Tokenizer
 from yocolm.errors import ConfigError
 from yocolm.fields import write_json
 from yocolm.tokenizer import JsonTokenizer
-from yocolm.train.data_files import SourceFiles, is_held_out, kind, read_documents
+from yocolm.train.data_files import (
+    Document,
+    SourceFiles,
+    is_held_out,
+    kind,
+    parts_of,
+    read_documents,
+    text_of,
+)
 from yocolm.train.data_lock import locked
 from yocolm.train.data_tokens import Shard, Tokens
 
@@ -150,14 +158,17 @@ class TokenCache:
                     writer.flush()
         write_json(folder / COUNTS, {w.part: w.counts for w in writers})
 
-    def _batches(self, documents: Iterator[str]) -> Iterator[list[_Piece]]:
+    def _batches(self, documents: Iterator[Document]) -> Iterator[list[_Piece]]:
         """Pieces of documents to be tokenised side by side, of a bounded number of characters."""
         batch, size = [], 0
         for document in documents:
-            part = int(is_held_out(document, self.share))
+            part = int(is_held_out(text_of(document), self.share))
+            pieces = (
+                (text, learnt) for whole, learnt in parts_of(document) for text in self._cut(whole)
+            )
             first = True
-            for text in self._cut(document):
-                batch.append(_Piece(text, part, first))
+            for text, learnt in pieces:
+                batch.append(_Piece(text, part, first, learnt))
                 first, size = False, size + len(text) + CONTEXT
                 if size >= BATCH:
                     yield batch
@@ -193,6 +204,7 @@ class _Piece(NamedTuple):
     text: str
     part: int  # index into PARTS
     first: bool  # of its document
+    learnt: bool  # no prompt
 
 
 class _Writer:
@@ -201,7 +213,7 @@ class _Writer:
     def __init__(self, folder: Path, part: str, before: Opening) -> None:
         self.folder, self.part, self.before = folder, part, before
         self.pending: dict[str, list[int]] = {name: [] for name in STREAMS}
-        self.counts = {"tokens": 0, "documents": 0, "bytes": 0}
+        self.counts = {"tokens": 0, "prompts": 0, "documents": 0, "bytes": 0}
 
     def __enter__(self) -> _Writer:
         self.files = {name: open(_file(self.folder, self.part, name), "wb") for name in STREAMS}
@@ -214,14 +226,17 @@ class _Writer:
                 os.fsync(file.fileno())
 
     def add(self, piece: _Piece, ids: list[int]) -> None:
-        found = ids
+        found = ids if piece.learnt else [~token for token in ids]  # see Tokens.read
         if piece.first:
             self.pending["starts"].append(self.counts["tokens"] + self.before.fresh)
             self.counts["documents"] += 1
-            found = [*self.before.tokens, *ids]
+            found = [*self.before.tokens, *found]
         self.pending["ids"] += found
         self.counts["tokens"] += len(found)
-        self.counts["bytes"] += len(piece.text.encode())
+        if piece.learnt:
+            self.counts["bytes"] += len(piece.text.encode())
+        else:
+            self.counts["prompts"] += len(ids)
 
     def flush(self) -> None:
         for name, file in self.files.items():
@@ -242,12 +257,13 @@ def _rename(partial: Path, entry: Path) -> None:
 
 
 def _stream(entries: Sequence[Path], part: str) -> Tokens:
-    shards, num_bytes = [], 0
+    shards, num_bytes, num_prompts = [], 0, 0
     for entry in entries:
         try:
             counts: dict[str, Any] = json.loads((entry / COUNTS).read_bytes())[part]
             length, documents = int(counts["tokens"]), int(counts["documents"])
             num_bytes += int(counts["bytes"])
+            num_prompts += int(counts.get("prompts", 0))  # older entries have none
             sizes = [_file(entry, part, name).stat().st_size for name in STREAMS]
         except (OSError, ValueError, KeyError, TypeError):
             raise _damaged(entry) from None
@@ -255,7 +271,7 @@ def _stream(entries: Sequence[Path], part: str) -> Tokens:
             raise _damaged(entry)
         if length:  # nothing cannot be mapped
             shards.append(Shard(length, lambda entry=entry: _map(entry, part)))
-    return Tokens(shards, num_bytes)
+    return Tokens(shards, num_bytes, num_prompts)
 
 
 def _damaged(entry: Path) -> ConfigError:

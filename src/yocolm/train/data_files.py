@@ -8,24 +8,50 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from yocolm.errors import ConfigError, MissingDependencyError
 from yocolm.train.settings import TrainSettings
 
+PROMPT, COMPLETION = "prompt", "completion"  # fields of a record of which one is learnt alone
 LINES = "raw_content_lines"  # a text as a list of its lines
 AUTHORS_FIELDS = ("content", LINES)  # what their loader takes where "text" is absent
 TRAIN, VALID = "train", "valid"  # splits of the authors' layout
 
 
+class Exchange(NamedTuple):
+    """A document of (prompt, completion) turns: completions alone are predicted."""
+
+    turns: tuple[tuple[str, str], ...]
+
+
+Document = str | Exchange
+
+
+def parts_of(document: Document) -> list[tuple[str, bool]]:
+    """The texts of a document in order, and whether they are to be predicted."""
+    if isinstance(document, str):
+        return [(document, True)]
+    return [part for said, answer in document.turns for part in ((said, False), (answer, True))]
+
+
+def text_of(document: Document) -> str:
+    """The whole text of a document, prompts too."""
+    return "".join(text for text, _ in parts_of(document))
+
+
 @dataclass(frozen=True)
 class SourceFiles:
-    """A source: its files in order, its share of the draws, and fields of a record, first first."""
+    """A source: its files in order, its share of the draws, and fields of a record, first first.
+
+    With ``whole_documents`` every window begins with a document.
+    """
 
     name: str
     files: list[Path]
     weight: float
     fields: tuple[str, ...]
+    whole_documents: bool = False
 
 
 def find_sources(s: TrainSettings) -> list[SourceFiles]:
@@ -40,6 +66,7 @@ def find_sources(s: TrainSettings) -> list[SourceFiles]:
                 expand(source.files, f"data.sources.{name}.files"),
                 source.weight,
                 (s.data.text_field,),
+                source.whole_documents,
             )
             for name, source in s.data.sources.items()
         ]
@@ -143,11 +170,12 @@ def kind(path: Path) -> str:
     return {".jsonl": "records", ".parquet": "parquet"}.get(path.suffix, "text")
 
 
-def read_documents(path: Path, fields: Sequence[str]) -> Iterator[str]:
+def read_documents(path: Path, fields: Sequence[str]) -> Iterator[Document]:
     """Documents of one file, one at a time: each record of a ``.jsonl`` or ``.parquet`` file.
 
-    A record's text is in the first of ``fields`` that it has. Any other file is one document, byte
-    for byte. Raises ConfigError naming the record at fault.
+    A record's text is in the first of ``fields`` that it has, or in a ``prompt`` and a
+    ``completion``: two strings, or two lists of as many strings. Any other file is one document,
+    byte for byte. Raises ConfigError naming the record at fault.
     """
     readers = {"records": _read_jsonl, "parquet": _read_parquet, "text": _read_text}
     try:
@@ -167,7 +195,7 @@ def _decode(path: Path, line: bytes, offset: int) -> str:
         raise ConfigError(f"{path} is not UTF-8 at byte {offset + error.start}") from None
 
 
-def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[str]:
+def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Document]:
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):  # of bytes: text may hold other line separators
@@ -179,10 +207,10 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[str]:
                 record = json.loads(text)
             except (ValueError, RecursionError):
                 record = None
-            yield _text_of(record, fields, f"{path}:{number} is no JSON record")
+            yield _document(record, fields, f"{path}:{number} is no JSON record")
 
 
-def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
+def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Document]:
     try:
         import datasets
         import pyarrow
@@ -196,6 +224,8 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{path} is no parquet file: {error}") from None
     chosen = [field for field in fields if field in columns]
+    if PROMPT in columns and COMPLETION in columns:
+        chosen += [field for field in (PROMPT, COMPLETION) if field not in chosen]
     if not chosen:
         raise ConfigError(
             f"{path} has the columns {', '.join(columns)}, and none of {', '.join(fields)}; "
@@ -206,27 +236,48 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[str]:
         "parquet", data_files=pattern, split="train", streaming=True, columns=chosen
     )
     for number, row in enumerate(rows):
-        yield _text_of(row, fields, f"{path}, row {number}, is no record")
+        yield _document(row, fields, f"{path}, row {number}, is no record")
 
 
-def _text_of(record: Any, fields: Sequence[str], where: str) -> str:
-    """The text of a record. Half a surrogate pair is no text: no tokenizer takes it."""
+def _document(record: Any, fields: Sequence[str], where: str) -> Document:
     values = record if isinstance(record, Mapping) else {}
     field = next((field for field in fields if values.get(field) is not None), "")
     text = values.get(field)
+    if not field and values.get(PROMPT) is not None and values.get(COMPLETION) is not None:
+        return _exchange(values[PROMPT], values[COMPLETION], where)
     if field == LINES and isinstance(text, list) and all(isinstance(line, str) for line in text):
         text = "\n".join(text)
-    if isinstance(text, str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = None
-    if not isinstance(text, str):
+    if not _is_text(text):
         names = " or ".join(map(repr, fields))
         raise ConfigError(
             f"{where} with a string in {names}; mend it, or name another field as data.text_field"
         )
     return text
+
+
+def _exchange(prompts: Any, completions: Any, where: str) -> Exchange:
+    if isinstance(prompts, str) and isinstance(completions, str):
+        prompts, completions = [prompts], [completions]
+    lists = isinstance(prompts, list) and isinstance(completions, list)
+    if not lists or len(prompts) != len(completions) or not prompts:
+        raise ConfigError(
+            f"{where}: {PROMPT!r} and {COMPLETION!r} must be two strings, or two lists of as many"
+        )
+    turns = tuple(zip(prompts, completions, strict=True))
+    if not all(_is_text(text) for turn in turns for text in turn):
+        raise ConfigError(f"{where} with strings alone in {PROMPT!r} and {COMPLETION!r}; mend it")
+    return Exchange(turns)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Half a surrogate pair is no text: no tokenizer takes it."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_held_out(document: str, share: float) -> bool:
@@ -248,5 +299,6 @@ def training_documents(s: TrainSettings, names: Sequence[str] = ()) -> Iterator[
             raise ConfigError(f"tokenizer.train_on names {name!r}; there are {list(sources)}")
         for path in sources[name].files:
             for document in read_documents(path, sources[name].fields):
-                if not is_held_out(document, s.data.validation_split):
-                    yield document
+                text = text_of(document)
+                if not is_held_out(text, s.data.validation_split):
+                    yield text

@@ -25,9 +25,10 @@ class Shard:
 class Tokens:
     """The tokens of many files one after another; only some of the files are open at a time."""
 
-    def __init__(self, shards: Sequence[Shard], num_bytes: int = 0) -> None:
+    def __init__(self, shards: Sequence[Shard], num_bytes: int = 0, num_prompts: int = 0) -> None:
         self.shards = list(shards)
-        self.num_bytes = num_bytes  # of the documents' text, in UTF-8
+        self.num_bytes = num_bytes  # of the documents' text but for prompts, in UTF-8
+        self.num_prompts = num_prompts  # tokens of prompts
         self._edges = np.cumsum([0, *(shard.length for shard in self.shards)])
         self._open: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
@@ -41,7 +42,10 @@ class Tokens:
         return int(self._edges[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of tokens ``start`` to ``stop``, int64; fewer at the end of the stream."""
+        """A copy of tokens ``start`` to ``stop``, int64; fewer at the end of the stream.
+
+        A token of a prompt, which is not to be predicted, comes as its complement: ``~token``.
+        """
         spans = [ids[a:b] for _, (ids, _), a, b in self._spans(start, stop)]
         return np.concatenate([np.zeros(0, np.int64), *spans], dtype=np.int64)
 
@@ -79,4 +83,7 @@ def joined(streams: Iterable[Tokens]) -> Tokens:
     """Several streams as one."""
     streams = list(streams)
     shards = [shard for stream in streams for shard in stream.shards]
-    return Tokens(shards, sum(stream.num_bytes for stream in streams))
+    num_bytes, num_prompts = (
+        sum(getattr(stream, name) for stream in streams) for name in ("num_bytes", "num_prompts")
+    )
+    return Tokens(shards, num_bytes, num_prompts)

@@ -193,11 +193,11 @@ class Distillation:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, batch: Batch
     ) -> Tensor:
         """See ``objective.Loss``; ``batch`` is what the teacher reads as well."""
-        found = self.outputs.take()
+        found = [batch.select_rows(output)[0] for output in self.outputs.take()]
         with torch.no_grad():
             self.wanted.found, self.wanted.open = [], bool(self.s.hidden_weight)
             teacher = self._teacher(hidden.dtype, batch)
-            wanted = self.wanted.take()
+            wanted = [batch.select_rows(output)[0] for output in self.wanted.take()]
         student = Scorer(hidden, weight, softcap)
         loss = distillation_sum(student, teacher, targets, self.s.weight, self.s.temperature)
         if self.s.hidden_weight:

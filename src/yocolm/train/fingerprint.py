@@ -44,6 +44,8 @@ def fingerprint(
     for source in sampler.sources:
         found[f"data.sources.{source.name}.weight"] = source.weight
         found[f"data.sources.{source.name}.files"] = f"text {source.digest}"
+        if source.whole_documents:
+            found[f"data.sources.{source.name}.whole_documents"] = True
     found |= {f"train.{k}": v for k, v in asdict(s.train).items() if k not in FREE}
     if s.distill is not None:
         found |= {f"distill.{k}": v for k, v in asdict(s.distill).items()}

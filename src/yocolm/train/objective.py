@@ -23,9 +23,9 @@ class Loss(Protocol):
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, batch: Batch
     ) -> Tensor:
-        """Of ``hidden`` [T, D] of ``batch``, under the output head ``weight`` [V, D].
+        """Of ``hidden`` [R, D] of the rows of ``batch``, under the output head ``weight`` [V, D].
 
-        ``targets`` [T] int64; rows whose target is negative do not count.
+        ``targets`` [R] int64 of the batch's rows; those whose target is negative do not count.
         """
         ...
 
@@ -62,9 +62,13 @@ class Objective(nn.Module):
     ) -> Tensor:
         """Summed loss of sequences of ``lengths``, back to back in ``tokens`` [T] int64.
 
-        ``targets`` [T] int64, negative where nothing is to be predicted.
+        ``targets`` [T] int64, negative where nothing is to be predicted: the second half of the
+        model runs on the other rows alone.
         """
-        batch, state = Batch.packed(tokens, lengths), DenseState(chunk_size=self.chunk_size)
+        rows = _rows(targets)
+        if rows is not None:
+            targets = targets[rows]
+        batch, state = Batch.packed(tokens, lengths, rows), DenseState(chunk_size=self.chunk_size)
         mixed = self.dtype != torch.float32
         # A cache would keep every weight in this dtype, sharded and recomputed blocks' too.
         with torch.autocast(tokens.device.type, self.dtype, enabled=mixed, cache_enabled=False):
@@ -74,6 +78,17 @@ class Objective(nn.Module):
         return loss(
             hidden.to(self.dtype), head_weight(self.model), targets, config.final_softcap, batch
         )
+
+
+def _rows(targets: Tensor) -> Tensor | None:
+    """Where there is something to predict; None for everywhere.
+
+    One row at least, so that every parameter takes part on every rank.
+    """
+    rows = torch.nonzero(targets >= 0).squeeze(1)
+    if len(rows) == len(targets):
+        return None
+    return rows if len(rows) else rows.new_zeros(1)
 
 
 def head_weight(model: nn.Module) -> Tensor:

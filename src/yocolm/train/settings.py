@@ -23,6 +23,7 @@ class SourceSettings:
 
     files: list[str]
     weight: float = 1.0
+    whole_documents: bool = False  # True: every window begins with a document
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ class Trainer:
         o, ranks = self.s.train, self.ranks
         lr = set_learning_rate(self.optimizers, learning_rate_factor(self.step, o))
         drawn = [self.sampler.batch(n * ranks.size, ranks.rank, ranks.size) for n in self.sizes]
-        [count] = ranks.sum([sum(int((part.targets >= 0).sum()) for part in drawn)])
+        [found] = ranks.sum([sum(int((part.targets >= 0).sum()) for part in drawn)])
+        count = max(1.0, found)  # windows may hold prompts alone
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, part in enumerate(drawn):
             with accumulating(self.shared, last=i == len(drawn) - 1):
@@ -192,7 +193,7 @@ class Trainer:
         of tokens to bytes. Raises NumericsError if the loss is not finite.
         """
         ranks, text = self.ranks, self.validation
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total, predicted = torch.zeros((), dtype=torch.float64, device=self.device), 0
         size = self.s.train.batch_size
         batches = text.batches(max_tokens, size)
         for first in range(0, batches, ranks.size):
@@ -202,18 +203,23 @@ class Trainer:
             loss = self.loss_sum(windows.inputs, windows.targets, windows.lengths, True)
             if mine < batches:
                 total += loss
+                predicted += int((windows.targets >= 0).sum())
         release(self.shared)
-        count = text.count(max_tokens)
-        [total_loss] = ranks.sum([float(total)])
+        total_loss, count = ranks.sum([float(total), float(predicted)])
+        if not count:
+            self.progress.say(
+                f"not validated: {max_tokens} tokens to validate on are prompts alone; raise "
+                "train.validation_tokens"
+            )
+            return {}
         nll = total_loss / count
         if not math.isfinite(nll):
             raise NumericsError(
                 f"the validation loss is {nll} at step {self.step}; lower train.learning_rate "
                 "and start anew in another output_dir"
             )
-        tokens_per_byte = text.num_targets / text.num_bytes
-        figures = {"nll_per_token": nll, "bits_per_byte": nll / math.log(2) * tokens_per_byte}
-        self.progress.validation(figures, count, self.step)
+        figures = {"nll_per_token": nll, "bits_per_byte": nll / math.log(2) * text.tokens_per_byte}
+        self.progress.validation(figures, int(count), self.step)
         return figures
 
     def loss_sum(
