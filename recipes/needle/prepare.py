@@ -256,7 +256,7 @@ class Maker:
         self.random.shuffle(asked)
         questions: list[Question] = []
         for fact in asked:
-            if length >= size:
+            if questions and length >= size:
                 break
             questions.append(self.question(fact, facts))
             length += len(str(questions[-1])) + 1
