@@ -21,6 +21,7 @@ from yocolm.config import (
     RetentionConfig,
     YocoConfig,
 )
+from yocolm.models.parts import Block, altup, laurel, linear, mlp, norm, product
 
 StoreKind = Literal["global_kv", "window_kv", "recurrent"]
 STATE_BYTES = 4  # recurrent state is float32 even where the model is narrower
@@ -240,51 +241,11 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     return _gemma_spec(config)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Parameters of a part of the network: in matrices (each used once a token) and beside them."""
-
-    matrix: int = 0
-    other: int = 0
-
-    def __add__(self, more: _Block) -> _Block:
-        return _Block(self.matrix + more.matrix, self.other + more.other)
-
-    def __mul__(self, times: int) -> _Block:
-        return _Block(self.matrix * times, self.other * times)
-
-    @property
-    def params(self) -> int:
-        return self.matrix + self.other
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.matrix
-
-
-def _linear(inputs: int, outputs: int, bias: bool = False) -> _Block:
-    return _Block(inputs * outputs, outputs if bias else 0)
-
-
-def _norm(size: int) -> _Block:
-    return _Block(other=size)
-
-
-def _product(multiplications: int) -> _Block:
-    """A further product with a matrix that is counted elsewhere."""
-    return _Block(multiplications, -multiplications)
-
-
-def _mlp(size: int, width: int, bias: bool = False) -> _Block:
-    """Norm, gate, up and down projection."""
-    return _norm(size) + _linear(size, 2 * width, bias) + _linear(width, size, bias)
-
-
 def _spec(
     config: ModelConfig,
     stores: tuple[Store, ...],
     mixers: tuple[tuple[Mixer, ...], tuple[Mixer, ...]],
-    blocks: tuple[_Block, _Block],
+    blocks: tuple[Block, Block],
     table_params: int = 0,
 ) -> ModelSpec:
     vocabulary = config.vocab_size * config.hidden_size
@@ -312,17 +273,17 @@ def _yoco_spec(config: YocoConfig) -> ModelSpec:
     if isinstance(mixer, RetentionConfig):
         store = Store("recurrent", mixer.num_heads, dim, dim, readers=1)
         self_mixer = Mixer("recurrent", mixer.num_heads, dim, dim)
-        attention = _linear(size, 4 * size) + _linear(size, mixer.num_heads)
+        attention = linear(size, 4 * size) + linear(size, mixer.num_heads)
     else:
         store = Store("window_kv", mixer.num_kv_heads, dim, dim, readers=1, window=mixer.window)
         self_mixer = Mixer("window_kv", mixer.num_heads, dim, dim, mixer.window)
         heads = mixer.num_heads + 2 * mixer.num_kv_heads
-        attention = _linear(size, heads * dim, mixer.qkv_bias)
-    mlp = _mlp(size, config.intermediate_size)
-    self_layer = _norm(size) + attention + _linear(size, size) + mlp
-    kv = _norm(size) + _linear(size, 2 * cross.num_kv_heads * cross.head_dim, cross.qkv_bias)
-    query = _linear(size, size, cross.qkv_bias) + _norm(cross.head_dim if cross.qk_norm else 0)
-    cross_layer = _norm(size) + query + _linear(size, size) + mlp
+        attention = linear(size, heads * dim, mixer.qkv_bias)
+    feed_forward = mlp(size, config.intermediate_size)
+    self_layer = norm(size) + attention + linear(size, size) + feed_forward
+    kv = norm(size) + linear(size, 2 * cross.num_kv_heads * cross.head_dim, cross.qkv_bias)
+    query = linear(size, size, cross.qkv_bias) + norm(cross.head_dim if cross.qk_norm else 0)
+    cross_layer = norm(size) + query + linear(size, size) + feed_forward
 
     num_self, num_cross = config.num_self_layers, config.num_cross_layers
     shared = Store("global_kv", cross.num_kv_heads, cross.head_dim, cross.head_dim, num_cross)
@@ -331,7 +292,7 @@ def _yoco_spec(config: YocoConfig) -> ModelSpec:
         config,
         stores=(store,) * num_self + (shared,),
         mixers=((self_mixer,) * num_self, (reader,) * num_cross),
-        blocks=(self_layer * num_self + kv, cross_layer * num_cross + _norm(size)),
+        blocks=(self_layer * num_self + kv, cross_layer * num_cross + norm(size)),
     )
 
 
@@ -339,11 +300,11 @@ def _llama_spec(config: LlamaConfig) -> ModelSpec:
     size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
     store = Store("global_kv", config.num_kv_heads, dim, dim, readers=1)
     mixer = Mixer("global_kv", config.num_heads, dim, dim)
-    kv = _norm(size) + _linear(size, 2 * config.num_kv_heads * dim, bias)
+    kv = norm(size) + linear(size, 2 * config.num_kv_heads * dim, bias)
     rest = (
-        _linear(size, config.num_heads * dim, bias)
-        + _linear(config.num_heads * dim, size, bias)
-        + _mlp(size, config.intermediate_size, config.mlp_bias)
+        linear(size, config.num_heads * dim, bias)
+        + linear(config.num_heads * dim, size, bias)
+        + mlp(size, config.intermediate_size, config.mlp_bias)
     )
     # Rows are selected at the last write: of the last layer only its K and V are for every token.
     # Its attention norm is computed in both halves but exists once, in the first.
@@ -352,7 +313,7 @@ def _llama_spec(config: LlamaConfig) -> ModelSpec:
         config,
         stores=(store,) * config.num_layers,
         mixers=((mixer,) * full, (mixer,)),
-        blocks=((kv + rest) * full + kv, rest + _norm(size)),
+        blocks=((kv + rest) * full + kv, rest + norm(size)),
     )
 
 
@@ -381,61 +342,48 @@ def _gemma_spec(config: Gemma3nConfig | Gemma4Config) -> ModelSpec:
         for own in heads
     )
     # Rows are selected at the last write: of that layer only its K and V are for every token.
-    inputs = _linear(size, config.per_layer_size)  # for one layer
-    write = _gemma_kv(config, last) + _norm(config.per_layer_size)
+    inputs = linear(size, config.per_layer_size)  # for one layer
+    write = _gemma_kv(config, last) + norm(config.per_layer_size)
     for layer in range(last):
         write = write + _gemma_kv(config, layer) + _gemma_rest(config, layer) + inputs
-    read = _norm(size * (layers - last))  # attention norms of the readers, and the final one
+    read = norm(size * (layers - last))  # attention norms of the readers, and the final one
     for layer in range(last, layers):
         read = read + _gemma_rest(config, layer) + inputs
     if isinstance(config, Gemma3nConfig):
         streams = config.altup_num_inputs
-        to_streams = _linear(size, (streams - 1) * size)
+        to_streams = linear(size, (streams - 1) * size)
         # What keys need of the last layer's prediction; all of it is in the second half.
         routed = size * streams + streams**3
-        write, read = write + to_streams + _product(routed), read + to_streams
+        write, read = write + to_streams + product(routed), read + to_streams
     table = config.per_layer_vocab_size * layers * config.per_layer_size
     return _spec(config, stores, (mixers[:last], mixers[last:]), (write, read), table)
 
 
-def _gemma_kv(config: GemmaConfig, layer: int) -> _Block:
+def _gemma_kv(config: GemmaConfig, layer: int) -> Block:
     """Attention norm, keys and values with their norm."""
     heads, size = config.attention(layer), config.hidden_size
     width = heads.num_kv_heads * heads.head_dim * (1 if heads.k_is_v else 2)
-    return _norm(size) + _linear(size, width, config.attention_bias) + _norm(heads.head_dim)
+    return norm(size) + linear(size, width, config.attention_bias) + norm(heads.head_dim)
 
 
-def _gemma_rest(config: GemmaConfig, layer: int) -> _Block:
+def _gemma_rest(config: GemmaConfig, layer: int) -> Block:
     """A layer without `_gemma_kv` and, of the readers, without the attention norm."""
     heads, size, inputs = config.attention(layer), config.hidden_size, config.per_layer_size
     width, bias = heads.num_heads * heads.head_dim, config.attention_bias
-    block = _linear(size, width, bias) + _norm(heads.head_dim) + _linear(width, size, bias)
-    block = block + _norm(size) + _mlp(size, config.mlp_width(layer)) + _norm(size)
+    block = linear(size, width, bias) + norm(heads.head_dim) + linear(width, size, bias)
+    block = block + norm(size) + mlp(size, config.mlp_width(layer)) + norm(size)
     if inputs:
-        block = block + _linear(size, inputs) + _linear(inputs, size) + _norm(size)
+        block = block + linear(size, inputs) + linear(inputs, size) + norm(size)
     if isinstance(config, Gemma3nConfig):
-        return block + _altup(size, config.altup_num_inputs) + _laurel(size, config.laurel_rank)
+        return block + altup(size, config.altup_num_inputs) + laurel(size, config.laurel_rank)
     assert isinstance(config, Gemma4Config)
     experts = config.experts
     if experts is not None:
         expert = 3 * size * experts.intermediate_size
         idle = (experts.num_experts - experts.top_k) * expert
-        block = block + _linear(size, experts.num_experts) + _norm(size + experts.num_experts)
-        block = block + _Block(experts.top_k * expert, idle) + _norm(3 * size)
-    return block + _Block(other=1)
-
-
-def _altup(size: int, streams: int) -> _Block:
-    """Router (used twice), coefficients of prediction and correction.
-
-    Mixing the streams by these is a pass over memory rather than arithmetic, and not counted.
-    """
-    learned = _linear(size, streams) + _linear(streams, streams**2) + _linear(streams, streams)
-    return learned + _norm(2 * size) + _product(size * streams)
-
-
-def _laurel(size: int, rank: int) -> _Block:
-    return _linear(size, rank) + _linear(rank, size) + _norm(size)
+        block = block + linear(size, experts.num_experts) + norm(size + experts.num_experts)
+        block = block + Block(experts.top_k * expert, idle) + norm(3 * size)
+    return block + Block(other=1)
 
 
 def visible_tokens(tokens: int, window: int = 0) -> int:
