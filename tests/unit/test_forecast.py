@@ -7,7 +7,7 @@ import random
 import pytest
 
 from yocolm.engine.cost import CostModel
-from yocolm.engine.forecast import USUAL_OUTPUT, Forecaster, Outputs, Pace, ttft
+from yocolm.engine.forecast import Forecaster, Pace, ttft
 from yocolm.engine.hardware import Hardware
 from yocolm.engine.pages import PagePool, SlotPool
 from yocolm.engine.plan import StepResult
@@ -16,6 +16,7 @@ from yocolm.engine.sampling_params import SamplingParams
 from yocolm.engine.scheduler import Scheduler
 from yocolm.engine.settings import EngineSettings, PoolSizes
 from yocolm.engine.setup import make_scheduler
+from yocolm.engine.usual import USUAL_OUTPUT, Outputs
 from yocolm.models.presets import preset
 from yocolm.models.spec import model_spec
 

@@ -17,13 +17,12 @@ from yocolm.engine.cost import CostModel, StepLoad
 from yocolm.engine.pages import PagePool
 from yocolm.engine.policy import LEAST_CHUNK, PACE, QUICK, RECENT, Traffic, slack_of
 from yocolm.engine.request import Request, Sequence, Status
+from yocolm.engine.usual import Outputs
 
 if TYPE_CHECKING:
     from yocolm.engine.scheduler import Scheduler
 
 GROUPS = 32  # of waiting requests that are looked at one by one; more of them in groups
-USUAL_OUTPUT = 128  # tokens of a reply, before any has been seen
-MEMORY = 32  # requests that an average goes back
 BISECTIONS = 11
 
 
@@ -36,65 +35,6 @@ class Queue(Protocol):
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-
-
-class Outputs:
-    """What requests have been like so far, as running means."""
-
-    def __init__(self) -> None:
-        self.computed_share = 1.0  # of a prompt: what no cache had
-        self._length = float(USUAL_OUTPUT)
-        self._to_the_end = 0.5  # share of replies that went on until max_tokens
-        self._finished = self._arrived = 0
-        self._tokens = 0.0  # of a prompt
-        self._gap = 0.0  # seconds between arrivals
-        self._last_arrival: float | None = None
-
-    def arrived(self, request: Request, now: float) -> None:
-        """A request has come, at the time ``now`` in seconds."""
-        if self._last_arrival is not None:
-            self._arrived += 1
-            weight = max(1 / self._arrived, 1 / MEMORY)
-            gap = max(now - self._last_arrival, 1e-6)
-            # Means of gaps and of tokens, not of their ratio: two that come together are no flood.
-            self._gap += weight * (gap - self._gap)
-            self._tokens += weight * (request.num_prompt - self._tokens)
-        self._last_arrival = now
-
-    def arriving(self, seconds: float) -> int:
-        """Tokens of prompts that will come within so many seconds: as many as in half of all cases,
-        since most often it is none or few."""
-        if not self._gap:
-            return 0
-        count = int(seconds / self._gap + 1 / 3)  # nearly the median of Poisson's distribution
-        return round(count * self._tokens * self.computed_share)
-
-    def finished(self, seq: Sequence, num_cached: int = 0) -> None:
-        """A sequence has ended, of whose prompt ``num_cached`` tokens needed no computation."""
-        if seq.num_output == 0 or seq.finish_reason not in ("stop", "length"):
-            return
-        self._finished += 1
-        weight = max(1 / self._finished, 1 / MEMORY)
-        length = float(seq.finish_reason == "length")
-        self._to_the_end += weight * (length - self._to_the_end)
-        self._length += weight * (seq.num_output - self._length)
-        share = 1 - num_cached / seq.request.num_prompt
-        self.computed_share += weight * (share - self.computed_share)
-
-    def expected(self, request: Request, max_model_len: int) -> float:
-        """Tokens of a reply."""
-        most = request.max_length(max_model_len) - request.num_prompt
-        if request.params.max_tokens is None:
-            return float(min(self._length, most))
-        share = self._to_the_end
-        return max(1.0, share * most + (1 - share) * min(self._length, most))
-
-    def remaining(self, seq: Sequence, max_model_len: int) -> float:
-        """Tokens that a sequence which runs will still draw."""
-        expected = self.expected(seq.request, max_model_len)
-        most = seq.request.max_length(max_model_len) - seq.num_tokens
-        # Who is past the mean has, of lengths that vary much, about half of it before them.
-        return min(max(most, 1), max(expected - seq.num_output, expected / 2))
 
 
 def ttft(
@@ -127,30 +67,22 @@ def ttft(
     line = _Line(queue, cost, outputs, pace)
     line.pages += num_evictable
     mine = request.sequences[0]
-    half = [seq for seq in queue.running if not seq.decoding]
-    if ahead is None:
-        ahead, behind = _split(queue.waiting, mine)
-    else:
-        first = {id(seq) for seq in ahead}
-        behind = [seq for seq in half + queue.waiting if id(seq) not in first and seq is not mine]
-        half = [seq for seq in half if id(seq) in first]
-        ahead = [seq for seq in ahead if seq.status is Status.WAITING]
+    half, waiting, behind = _order(queue, mine, ahead)
     for seq in half:
         if seq is mine:
             num_cached = seq.num_computed
         else:
             output = outputs.expected(seq.request, queue.max_model_len)
             line.prompt(seq.num_computed, seq.num_tokens, 1, output)
-    for group in _groups(ahead, outputs, queue.max_model_len):
+    for group in _groups(waiting, outputs, queue.max_model_len):
         line.admit(group)
     if mine not in queue.running:
         line.wait_for_room(1, queue.page_pool.pages_for(mine.num_tokens))
-    stop = mine.num_tokens
-    if num_cached < boundary < stop:
+    if num_cached < boundary < mine.num_tokens:
         line.prompt(num_cached, boundary, 0, 0)
         line.close()
         num_cached = boundary
-    line.prompt(num_cached, stop, 1, 0)
+    line.prompt(num_cached, mine.num_tokens, 1, 0)
     # Who comes behind fills the rest of its last step.
     more = sum(seq.num_tokens for seq in islice(behind, GROUPS))
     line.fill(more + outputs.arriving(line.seconds))
@@ -260,6 +192,23 @@ class _Group:
     tokens: int  # of each, not cached
     length: int  # of each, cached tokens included
     output: float
+
+
+def _order(
+    queue: Queue, mine: Sequence, ahead: list[Sequence] | None
+) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+    """Before a sequence: prompts that are half computed, and prompts that wait; all behind it.
+
+    By the places in the queue, or else with those ``ahead`` before it. The half computed may hold
+    the sequence itself.
+    """
+    half = [seq for seq in queue.running if not seq.decoding]
+    if ahead is None:
+        return half, *_split(queue.waiting, mine)
+    first = {id(seq) for seq in ahead}
+    behind = [seq for seq in half + queue.waiting if id(seq) not in first and seq is not mine]
+    waiting = [seq for seq in ahead if seq.status is Status.WAITING]
+    return [seq for seq in half if id(seq) in first], waiting, behind
 
 
 def _split(waiting: list[Sequence], mine: Sequence) -> tuple[list[Sequence], list[Sequence]]:
