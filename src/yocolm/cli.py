@@ -92,60 +92,69 @@ def _add_generate(commands: _Commands) -> None:
         help="continue a prompt",
         description="Continue a prompt. The model's generation_config.json sets sampling defaults.",
     )
-    source = parser.add_argument_group("prompt (one of these, or standard input)")
-    one = source.add_mutually_exclusive_group()
+    _add_prompt(parser.add_argument_group("prompt (one of these, or standard input)"))
+    add_model(parser, "--model")
+    add_place(parser)
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_output(parser.add_argument_group("output"))
+    _add_engine(parser.add_argument_group("engine"))
+
+
+def _add_prompt(group: argparse._ArgumentGroup) -> None:
+    one = group.add_mutually_exclusive_group()
     one.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     one.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the text from a file")
     one.add_argument(
         "--prompt-ids", type=token_ids, metavar="IDS", help="token ids, such as 1,17,42"
     )
-    source.add_argument(
+    group.add_argument(
         "--chat",
         action="store_true",
         help="the text is a user's message: apply the model's chat template",
     )
-    source.add_argument("--system", metavar="TEXT", help="the system message before it (--chat)")
-    add_model(parser, "--model")
-    add_place(parser)
-    _add_sampling(parser.add_argument_group("sampling"))
-    output = parser.add_argument_group("output")
-    output.add_argument(
+    group.add_argument("--system", metavar="TEXT", help="the system message before it (--chat)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--echo", action="store_true", help="print the prompt before each continuation"
     )
-    output.add_argument(
+    group.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         help="print text as it is drawn; the default on a terminal with one sample",
     )
-    output.add_argument(
+    group.add_argument(
         "--logprobs", type=whole, metavar="N", help="likeliest N tokens at each step"
     )
-    output.add_argument(
+    group.add_argument(
         "--prompt-logprobs", type=whole, metavar="N", help="the same for the prompt's tokens"
     )
-    output.add_argument(
+    group.add_argument(
         "--prompt-logprobs-start", type=whole, default=0, metavar="I", help="score from token I on"
     )
-    add_json(output)
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
+    add_json(group)
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-num-batched-tokens",
         type=size,
         metavar="N",
         help="tokens in one step (prefill chunk)",
     )
-    engine.add_argument(
+    group.add_argument(
         "--kv-memory", metavar="SIZE", help="memory for state, such as 512MB or 2GiB"
     )
-    engine.add_argument(
+    group.add_argument(
         "--fast-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="prompt tokens that need no logits skip the second half; off to measure that",
     )
     text = "no CUDA graphs on a GPU: every step runs as it is"
-    engine.add_argument("--eager", "--enforce-eager", action="store_true", help=text)
-    engine.add_argument(
+    group.add_argument("--eager", "--enforce-eager", action="store_true", help=text)
+    group.add_argument(
         "--per-layer-tables",
         choices=("mapped", "resident"),
         default="mapped",

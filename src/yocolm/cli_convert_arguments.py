@@ -28,29 +28,33 @@ def add_convert(commands: _Commands) -> None:
         "--to", choices=("native", "yoco"), default="native", help="form or architecture to write"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are)")
-    yoco = parser.add_argument_group("with --to yoco")
-    yoco.add_argument(
+    _add_shape(parser.add_argument_group("with --to yoco"))
+
+
+def _add_shape(group: argparse._ArgumentGroup) -> None:
+    """Options named as the fields of YocoShape; absent ones stay unset."""
+    group.add_argument(
         "--mixer",
         choices=("gated_retention", "swa"),
         help="of the self-decoder: gated retention (default) or sliding-window attention",
     )
-    yoco.add_argument(
+    group.add_argument(
         "--window", type=size, metavar="N", help="tokens that swa sees (default: 1024)"
     )
-    yoco.add_argument(
+    group.add_argument(
         "--self-layers",
         type=size,
         metavar="N",
         help="layers that become the self-decoder (default: half of them)",
     )
-    yoco.add_argument(
+    group.add_argument(
         "--kv-layer",
         type=_layer,
         metavar="N",
         help="layer, from 0, whose keys and values are shared, or `mean` of the cross-decoder's "
         "(default: the first of the cross-decoder)",
     )
-    yoco.add_argument(
+    group.add_argument(
         "--seed", type=whole, metavar="N", help="of gates and decays, which are random (default: 0)"
     )
 

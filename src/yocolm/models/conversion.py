@@ -43,12 +43,13 @@ from yocolm.models.layouts import weight_layout
 from yocolm.models.registry import (
     CONFIG_FILE,
     GENERATION_FILE,
+    ModelSource,
     load_config,
     load_generation_config,
     parse_dtype,
     resolve,
 )
-from yocolm.models.tensor_files import INDEX_FILE, TensorFiles, open_folder, write_tensors
+from yocolm.models.tensor_files import INDEX_FILE, Piece, TensorFiles, open_folder, write_tensors
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     TRAINING_FILE,
@@ -92,28 +93,9 @@ def yoco_config(source: LlamaConfig, shape: YocoShape) -> YocoConfig:
     Raises ConfigError for a shape that the Transformer's layers do not allow, and for biases and
     head sizes that a YOCO cannot have.
     """
-    if shape.mixer not in MIXERS:
-        raise ConfigError(f"mixer {shape.mixer!r} is not known; one of {', '.join(MIXERS)}")
     layers = source.num_layers
     below = layers // 2 if shape.self_layers is None else shape.self_layers
-    if not 1 <= below < layers:
-        raise ConfigError(
-            f"{below} of {layers} layers for the self-decoder leave one of the decoders without "
-            f"a layer; give from 1 to {layers - 1} as self layers"
-            if layers > 1
-            else "a Transformer of one layer cannot be converted: a YOCO has at least two"
-        )
-    if source.mlp_bias:
-        raise ConfigError("mlp_bias is true; a YOCO has no biases in its MLPs")
-    if source.attention_bias and shape.mixer == "gated_retention":
-        raise ConfigError(
-            "attention_bias is true, and gated retention has no biases; convert with mixer swa"
-        )
-    if source.num_heads * source.head_dim != source.hidden_size:
-        raise ConfigError(
-            f"{source.num_heads} heads of {source.head_dim} do not make hidden_size "
-            f"{source.hidden_size}; a YOCO's heads share out the hidden size"
-        )
+    _check_shape(source, shape.mixer, below)
     heads, theta, bias = source.num_heads, source.rope.theta, source.attention_bias
     pairs = RopeConfig(theta, interleaved=True, inclusive=False)
     mixer: RetentionConfig | WindowConfig = RetentionConfig(heads, source.head_dim, pairs)
@@ -139,6 +121,31 @@ def yoco_config(source: LlamaConfig, shape: YocoShape) -> YocoConfig:
     )
 
 
+def _check_shape(source: LlamaConfig, mixer: str, below: int) -> None:
+    """Refuse what is no YOCO, with ``below`` layers in its self-decoder."""
+    if mixer not in MIXERS:
+        raise ConfigError(f"mixer {mixer!r} is not known; one of {', '.join(MIXERS)}")
+    layers = source.num_layers
+    if not 1 <= below < layers:
+        raise ConfigError(
+            f"{below} of {layers} layers for the self-decoder leave one of the decoders without "
+            f"a layer; give from 1 to {layers - 1} as self layers"
+            if layers > 1
+            else "a Transformer of one layer cannot be converted: a YOCO has at least two"
+        )
+    if source.mlp_bias:
+        raise ConfigError("mlp_bias is true; a YOCO has no biases in its MLPs")
+    if source.attention_bias and mixer == "gated_retention":
+        raise ConfigError(
+            "attention_bias is true, and gated retention has no biases; convert with mixer swa"
+        )
+    if source.num_heads * source.head_dim != source.hidden_size:
+        raise ConfigError(
+            f"{source.num_heads} heads of {source.head_dim} do not make hidden_size "
+            f"{source.hidden_size}; a YOCO's heads share out the hidden size"
+        )
+
+
 def convert_to_yoco(
     src: str | Path,
     dst: str | Path,
@@ -157,34 +164,48 @@ def convert_to_yoco(
     """
     shape = YocoShape() if shape is None else shape
     source = resolve(src)
-    llama = load_config(source)
-    if not isinstance(llama, LlamaConfig):
-        raise ConfigError(
-            f"{src} is of type {llama.model_type}; only a Transformer of type llama becomes a YOCO"
-        )
-    if source.folder is None:
-        raise ConfigError(f"{src} has no weights to convert; give the folder of a trained model")
+    llama, folder = _trained_llama(source)
     config = yoco_config(llama, shape)
     layers = _kv_layers(config, shape.kv_layer)
-    folder, target = source.folder, Path(dst)
+    target = Path(dst)
     if target.exists() and (not target.is_dir() or target.samefile(folder)):
         what = "the source itself" if target.is_dir() else "a file"
         raise CheckpointError(f"{target} is {what}; give another folder to write")
     weights = _Transformer(folder, llama)
     dtype = parse_dtype("auto" if dtype is None else dtype, source)
-    getters = dict(_tensors(config, weights, layers, shape.seed))
-    parts = [part for parts in weight_layout(config).values() for part in parts]
-    assert {part.name for part in parts} == getters.keys()
-    pieces = []
-    for part in parts:
-        size = math.prod(part.shape) * dtype.itemsize
-        pieces.append((part.name, size, partial(_cast, getters[part.name], dtype)))
+    pieces = _pieces(config, dict(_tensors(config, weights, layers, shape.seed)), dtype)
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target, pieces, max_shard_bytes)
     write_configs(target, config, dtype, load_generation_config(source))
     _copy_text_files(folder, target)
     missing = None if (target / TOKENIZER_FILE).exists() else f"{folder} has no {TOKENIZER_FILE}"
-    return Conversion(config, len(parts), missing)
+    return Conversion(config, len(pieces), missing)
+
+
+def _trained_llama(source: ModelSource) -> tuple[LlamaConfig, Path]:
+    """The configuration of a Transformer, and the folder that has its weights."""
+    config = load_config(source)
+    if not isinstance(config, LlamaConfig):
+        raise ConfigError(
+            f"{source.name} is of type {config.model_type}; only a Transformer of type llama "
+            "becomes a YOCO"
+        )
+    if source.folder is None:
+        raise ConfigError(
+            f"{source.name} has no weights to convert; give the folder of a trained model"
+        )
+    return config, source.folder
+
+
+def _pieces(config: YocoConfig, getters: dict[str, Get], dtype: torch.dtype) -> list[Piece]:
+    """What is written, in the order of the layout."""
+    parts = [part for parts in weight_layout(config).values() for part in parts]
+    assert {part.name for part in parts} == getters.keys()
+    pieces: list[Piece] = []
+    for part in parts:
+        size = math.prod(part.shape) * dtype.itemsize
+        pieces.append((part.name, size, partial(_cast, getters[part.name], dtype)))
+    return pieces
 
 
 def _kv_layers(config: YocoConfig, chosen: int | str | None) -> list[int]:

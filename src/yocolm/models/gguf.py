@@ -42,6 +42,22 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
     _check_file(src)
     if dst.exists() and not dst.is_dir():
         raise CheckpointError(f"{dst} is a file; give a folder to write")
+    config, model, tokenizer = _read(src, dtype or torch.float32)
+    state = model.state_dict()  # transformers itself would not save what was quantised
+    check_tensors(config, {name: tuple(state[name].shape) for name in state}, str(src))
+    names = [part.name for parts in weight_layout(config).values() for part in parts]
+    dst.mkdir(parents=True, exist_ok=True)
+    pieces = [(name, state[name].nbytes, state[name].contiguous) for name in names]
+    write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
+    write_configs(dst, config, model.dtype)
+    drop_text_files(dst)
+    tokenizer.save_pretrained(dst)
+    _drop_foreign_tokens(dst, config.vocab_size)
+    return Conversion(config, len(names), None)
+
+
+def _read(src: Path, dtype: torch.dtype) -> tuple[LlamaConfig, Any, Any]:
+    """The configuration, and transformers' model and tokenizer."""
     try:
         import accelerate  # noqa: F401  (both: transformers needs them for such files)
         import gguf  # noqa: F401
@@ -56,24 +72,14 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
         fields = json.loads(AutoConfig.from_pretrained(**where).to_json_string(use_diff=False))
         config = _supported(fields, src)  # or refuse before the work
         model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype or torch.float32, quantization_config=GgufConfig(dequantize=True)
+            **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
         )
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except YocolmError:
         raise
     except (ValueError, LookupError, NotImplementedError, OSError, struct.error) as error:
         raise CheckpointError(f"transformers cannot read {src}: {error}") from error
-    state = model.state_dict()  # transformers itself would not save what was quantised
-    check_tensors(config, {name: tuple(state[name].shape) for name in state}, str(src))
-    names = [part.name for parts in weight_layout(config).values() for part in parts]
-    dst.mkdir(parents=True, exist_ok=True)
-    pieces = [(name, state[name].nbytes, state[name].contiguous) for name in names]
-    write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
-    write_configs(dst, config, model.dtype)
-    drop_text_files(dst)
-    tokenizer.save_pretrained(dst)
-    _drop_foreign_tokens(dst, config.vocab_size)
-    return Conversion(config, len(names), None)
+    return config, model, tokenizer
 
 
 def _supported(fields: dict[str, Any], path: Path) -> LlamaConfig:

@@ -172,15 +172,29 @@ def load_model(
         init = module.init_weights
         assert callable(init)
         init(seed)
-    elif source.kind == "authors":
-        assert isinstance(config, YocoConfig)
-        load_authors_weights(module, _folder(source), config)
     else:
-        with LoadingLine(source.name, sys.stderr if show_progress else None) as line:
-            load_weights(module, _folder(source), config, dtype, device, line)
+        _load_files(module, source, config, device, dtype, show_progress)
     if packed:
         pack_weights(module)
     return module.eval(), config
+
+
+def _load_files(
+    module: nn.Module,
+    source: ModelSource,
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    show_progress: bool,
+) -> None:
+    """Fill an allocated module from the files of its folder."""
+    folder = _folder(source)
+    if source.kind == "authors":
+        assert isinstance(config, YocoConfig)
+        load_authors_weights(module, folder, config)
+        return
+    with LoadingLine(source.name, sys.stderr if show_progress else None) as line:
+        load_weights(module, folder, config, dtype, device, line)
 
 
 def load_tokenizer(model: str | Path | ModelSource) -> Tokenizer | None:
