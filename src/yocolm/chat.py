@@ -79,11 +79,7 @@ class ChatTemplate:
                 "add_generation_prompt to false"
             )
         template, where = self._select(chat_template, tools is not None)
-        ready = [_message(index, one) for index, one in enumerate(_listed("messages", messages))]
-        if not ready:
-            raise RequestError("messages is empty: give at least one message")
-        for one in ready:
-            _fit_content(one, template)
+        ready = _ready(messages, template)
         final = _open_last(ready) if continue_final_message else ""
         variables = {
             **self.special_tokens,
@@ -193,6 +189,16 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
 
 
 # Messages
+
+
+def _ready(messages: Messages, template: Template) -> list[dict[str, Any]]:
+    """Checked copies, in the form that a template reads."""
+    ready = [_message(index, one) for index, one in enumerate(_listed("messages", messages))]
+    if not ready:
+        raise RequestError("messages is empty: give at least one message")
+    for one in ready:
+        _fit_content(one, template)
+    return ready
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:

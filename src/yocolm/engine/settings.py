@@ -184,19 +184,18 @@ def size_pools(
     pages = left // page_bytes - 1 if page_bytes else 0
     if pages < 1:
         least = (seqs + (settings.num_checkpoints or 0) + 1) * slot_bytes + 2 * page_bytes
-        raise ConfigError(
-            f"kv_memory={budget} bytes hold no page beside the state of {seqs} "
-            f"sequence{'s' * (seqs > 1)}; give at least {least} bytes"
-            + ", or lower "
-            + " or ".join(
-                [
-                    *["max_num_seqs"] * (seqs > 1),
-                    *["num_checkpoints"] * (settings.num_checkpoints is not None),
-                    "page_size",
-                ]
-            )
-        )
+        raise ConfigError(_too_small(settings, budget, least, seqs))
     return PoolSizes(min(pages, useful) + 1, seqs + kept + 1, seqs)
+
+
+def _too_small(settings: EngineSettings, budget: int, least: int, seqs: int) -> str:
+    lower = ["max_num_seqs"] * (seqs > 1)
+    lower += ["num_checkpoints"] * (settings.num_checkpoints is not None)
+    return (
+        f"kv_memory={budget} bytes hold no page beside the state of {seqs} "
+        f"sequence{'s' * (seqs > 1)}; give at least {least} bytes, or lower "
+        f"{' or '.join([*lower, 'page_size'])}"
+    )
 
 
 def _num_seqs(budget: int, slot_bytes: int, mean: int) -> int:

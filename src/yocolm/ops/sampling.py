@@ -3,10 +3,9 @@
 Shapes: R rows (one per token to be drawn), V vocabulary, N flat entries over all rows.
 
 The order of operations is vLLM's: logit bias, banned tokens (min_tokens) and those that a grammar
-does not allow, penalties, greedy rows,
-temperature, min-p, top-k, top-p, draw. Steps that no row asks for are skipped, a decision taken
-from the Python values in `SamplingBatch.build`; only top-p may have to look at a result (to sort
-more), so nothing else here waits for a device.
+does not allow, penalties, greedy rows, temperature, min-p, top-k, top-p, draw. Steps that no row
+asks for are skipped, a decision taken from the Python values in `SamplingBatch.build`; only top-p
+may have to look at a result (to sort more), so nothing else here waits for a device.
 
 A draw depends on (seed, index) and the row's logits only, never on the batch around it:
 
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -116,20 +116,13 @@ class SamplingBatch:
     ) -> SamplingBatch:
         """Turn Python values into tensors on `device`; values are taken as validated."""
 
-        def floats(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float32, device=device)
-
-        def ints(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=device)
-
+        floats, ints = partial(_floats, device=device), partial(_ints, device=device)
         # A temperature that float32 rounds to zero is greedy too. Greedy rows need no truncation.
         greedy = [bool(np.float32(row.temperature) == 0) for row in rows]
         cuts = [
             (0, 1.0, 0.0) if is_greedy else (max(row.top_k, 0), row.top_p, row.min_p)
             for row, is_greedy in zip(rows, greedy, strict=True)
         ]
-        bias = [(i, t, b) for i, row in enumerate(rows) for t, b in row.logit_bias.items()]
-        banned = [(i, t) for i, row in enumerate(rows) for t in row.banned]
         return cls(
             temperature=floats(row.temperature for row in rows),
             top_k=ints(k for k, _, _ in cuts),
@@ -140,14 +133,8 @@ class SamplingBatch:
             frequency_penalty=floats(row.frequency_penalty for row in rows),
             seeds=ints(_signed(row.seed) for row in rows),
             indices=ints(row.index for row in rows),
-            bias=(
-                ints(i for i, _, _ in bias),
-                ints(t for _, t, _ in bias),
-                floats(b for *_, b in bias),
-            )
-            if bias
-            else None,
-            banned=(ints(i for i, _ in banned), ints(t for _, t in banned)) if banned else None,
+            bias=_bias(rows, device),
+            banned=_banned(rows, device),
             masked=_masked(rows, device),
             history=_history(rows, device),
             all_greedy=all(greedy),
@@ -156,6 +143,34 @@ class SamplingBatch:
             any_top_p=any(p < 1 for _, p, _ in cuts),
             max_top_k=max((k for k, _, _ in cuts), default=0),
         )
+
+
+def _floats(values: Iterable[float], device: torch.device | str) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32, device=device)
+
+
+def _ints(values: Iterable[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+
+def _bias(
+    rows: Sequence[SamplingRow], device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    flat = [(i, t, b) for i, row in enumerate(rows) for t, b in row.logit_bias.items()]
+    if not flat:
+        return None
+    row_ids, tokens, values = zip(*flat, strict=True)
+    return _ints(row_ids, device), _ints(tokens, device), _floats(values, device)
+
+
+def _banned(
+    rows: Sequence[SamplingRow], device: torch.device | str
+) -> tuple[Tensor, Tensor] | None:
+    flat = [(i, t) for i, row in enumerate(rows) for t in row.banned]
+    if not flat:
+        return None
+    row_ids, tokens = zip(*flat, strict=True)
+    return _ints(row_ids, device), _ints(tokens, device)
 
 
 def _history(

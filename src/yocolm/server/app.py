@@ -103,41 +103,46 @@ def make_app(service: Service) -> FastAPI:
         finally:
             await service.loop.stop()
 
-    settings = service.settings
     app = FastAPI(
         title="yocolm",
         description="OpenAI-compatible API of a decoder-decoder language model.",
         version=__version__,
         lifespan=lifespan,
     )
-    for path, handler in _GETS.items():
+    _add_routes(app, service)
+    _handle_errors(app)
+    _add_middleware(app, service)
+    _describe_bodies(app, service.model_names)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    def add(path: str, handler: Handler, method: str, **more: Any) -> None:
         app.add_api_route(
             path,
             _endpoint(service, handler),
-            methods=["GET"],
+            methods=[method],
             name=handler.__name__,
             response_class=Response if path == "/metrics" else JSONResponse,
             description=handler.__doc__ or "",
             responses=_responses(path),
-            openapi_extra={"parameters": _PARAMETERS[path]} if path in _PARAMETERS else None,
+            openapi_extra=more or None,
         )
+
+    for path, handler in _GETS.items():
+        known = {"parameters": _PARAMETERS[path]} if path in _PARAMETERS else {}
+        add(path, handler, "GET", **known)
     for path, handler in {**_GETS, **_PAGES}.items():
         methods = ["HEAD"] if path in _GETS else ["GET", "HEAD"]
         app.add_api_route(
             path, _endpoint(service, handler), methods=methods, include_in_schema=False
         )
     for path, (handler, body) in _POSTS.items():
-        app.add_api_route(
-            path,
-            _endpoint(service, handler),
-            methods=["POST"],
-            name=handler.__name__,
-            response_class=JSONResponse,
-            description=handler.__doc__ or "",
-            responses=_responses(path),
-            openapi_extra={"requestBody": _described(body)},
-        )
-    _handle_errors(app)
+        add(path, handler, "POST", requestBody=_described(body))
+
+
+def _add_middleware(app: FastAPI, service: Service) -> None:
+    settings = service.settings
     app.add_middleware(
         Gate,
         keys=settings.api_key,
@@ -152,16 +157,19 @@ def make_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, PREDICTED_TTFT, "retry-after"],
         )
+
+
+def _describe_bodies(app: FastAPI, model_names: tuple[str, ...]) -> None:
+    """Routes read bodies themselves, so that FastAPI knows nothing of their schemas."""
     plain_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         schema = plain_openapi()
         parts = schema.setdefault("components", {}).setdefault("schemas", {})
-        parts.update(_schemas(service.model_names))
+        parts.update(_schemas(model_names))
         return schema
 
     app.openapi = openapi
-    return app
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

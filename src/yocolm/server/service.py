@@ -135,10 +135,8 @@ class Service:
         def work() -> list[Job]:
             return [job(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
 
-        size = sum(map(len, prompts)) + PER_PROMPT * len(prompts)
-        size += SHORT * (getattr(params, "structured_outputs", None) is not None)
         try:
-            return await off_loop(size, work)
+            return await off_loop(_effort(prompts, params), work)
         except RequestError as error:
             raise from_request_error(error, fields, renamed) from error
 
@@ -242,6 +240,12 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
     if size <= SHORT:
         return work()
     return await asyncio.to_thread(work)
+
+
+def _effort(prompts: Sequence[str | list[int]], params: Any) -> int:
+    """Of making jobs, in characters; a schema or grammar is compiled, which takes long."""
+    guided = getattr(params, "structured_outputs", None) is not None
+    return sum(map(len, prompts)) + PER_PROMPT * len(prompts) + SHORT * guided
 
 
 def request_id_of(request: Request, prefix: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from yocolm.engine.engine import Engine
@@ -24,6 +25,27 @@ _PHASES = {
     "cross_decode": "read_seconds",  # the cross-decoder, for the rows that are needed
     "sample": "sample_seconds",  # logits, logprobs and draws
 }
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("arrival to first token", metrics.SECONDS_TO_FIRST),
+    "inter_token_latency_seconds": ("between the tokens of a request", metrics.SECONDS_PER_TOKEN),
+    "e2e_request_latency_seconds": ("arrival to end", metrics.SECONDS_OF_REQUEST),
+    "request_queue_time_seconds": ("arrival to first step", metrics.SECONDS_OF_REQUEST),
+    "request_prefill_time_seconds": ("first step to first token", metrics.SECONDS_OF_REQUEST),
+    "request_decode_time_seconds": ("first token to last token", metrics.SECONDS_OF_REQUEST),
+    "request_prompt_tokens": ("of a request", metrics.TOKENS),
+    "request_generation_tokens": ("of a request", metrics.TOKENS),
+    "request_params_n": ("n of a request", metrics.COUNTS),
+    "step_write_tokens": ("tokens of a step through the first half", metrics.STEP_TOKENS),
+    "step_read_rows": ("rows of a step through the second half", metrics.STEP_TOKENS),
+    "predicted_time_to_first_token_seconds": (
+        "as predicted on arrival, of the requests that have begun to answer",
+        metrics.SECONDS_TO_FIRST,
+    ),
+    "time_to_first_token_prediction_error": (
+        "|predicted - actual| / actual of the time to first token",
+        metrics.RATIOS,
+    ),
+}
 _SHOWN_TTFTS = 200  # of the last requests, beside what was predicted of them
 _MODEL_PASS = "seconds of the host in each phase of the steps"
 
@@ -35,27 +57,11 @@ class Telemetry:
         self._engine, self._log_requests = engine, log_requests
         self.view, self.history = EngineView(engine), History()
         self.registry = registry = Registry({"model_name": model_name})
-        histogram, counter = registry.histogram, registry.counter
-        self._to_first = histogram(
-            "time_to_first_token_seconds", "arrival to first token", metrics.SECONDS_TO_FIRST
-        )
-        self._between = histogram(
-            "inter_token_latency_seconds",
-            "between the tokens of a request",
-            metrics.SECONDS_PER_TOKEN,
-        )
-        of_request = metrics.SECONDS_OF_REQUEST
-        self._whole = histogram("e2e_request_latency_seconds", "arrival to end", of_request)
-        self._queued = histogram("request_queue_time_seconds", "arrival to first step", of_request)
-        self._prefill = histogram(
-            "request_prefill_time_seconds", "first step to first token", of_request
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds", "first token to last token", of_request
-        )
-        self._prompt_sizes = histogram("request_prompt_tokens", "of a request", metrics.TOKENS)
-        self._output_sizes = histogram("request_generation_tokens", "of a request", metrics.TOKENS)
-        self._samples = histogram("request_params_n", "n of a request", metrics.COUNTS)
+        self._histograms = {
+            name: registry.histogram(name, meaning, bounds)
+            for name, (meaning, bounds) in _HISTOGRAMS.items()
+        }
+        counter = registry.counter
         self._prompt_tokens = counter(
             "prompt_tokens_total", "of requests that have begun to answer"
         )
@@ -63,22 +69,6 @@ class Telemetry:
         self.refused = counter("requests_refused_total", "because the queue was full")
         for reason in ("stop", "length", "abort", "error"):
             counter("request_success_total", "requests by how they ended", finished_reason=reason)
-        self._step_tokens = histogram(
-            "step_write_tokens", "tokens of a step through the first half", metrics.STEP_TOKENS
-        )
-        self._step_rows = histogram(
-            "step_read_rows", "rows of a step through the second half", metrics.STEP_TOKENS
-        )
-        self._predicted = histogram(
-            "predicted_time_to_first_token_seconds",
-            "as predicted on arrival, of the requests that have begun to answer",
-            metrics.SECONDS_TO_FIRST,
-        )
-        self._error = histogram(
-            "time_to_first_token_prediction_error",
-            "|predicted - actual| / actual of the time to first token",
-            metrics.RATIOS,
-        )
         # Of the last requests: when their first token came, on the clock of time.monotonic, and
         # after how many seconds it was predicted to come, and came.
         self.first_tokens: deque[tuple[float, float | None, float]] = deque(maxlen=_SHOWN_TTFTS)
@@ -89,14 +79,17 @@ class Telemetry:
         engine.watch.observer = self.stepped
         engine.watch.learns = True  # so that it predicts
 
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
     def stepped(self, record: StepRecord) -> None:
         """A step has been run. Called in the engine's thread."""
         self.view.stepped(record)
         self.history.add(record)
         stats, (tokens, rows) = self._engine.runner.stats, self._seen
         self._seen = stats.write_tokens, stats.read_rows
-        self._step_tokens.observe(self._seen[0] - tokens)
-        self._step_rows.observe(self._seen[1] - rows)
+        self._observe("step_write_tokens", self._seen[0] - tokens)
+        self._observe("step_read_rows", self._seen[1] - rows)
 
     def output(self, job: Job, output: RequestOutput, now: float) -> None:
         """Something new of a job, at ``now``."""
@@ -113,17 +106,20 @@ class Telemetry:
             job.first_token = now
             self._first_token(job, now - job.arrival)
         elif job.last_token is not None:
-            self._between.observe(now - job.last_token)
+            self._observe("inter_token_latency_seconds", now - job.last_token)
         job.last_token = now
         job.num_output += new
         self._output_tokens.add(new)
 
     def _first_token(self, job: Job, seconds: float) -> None:
-        self._to_first.observe(seconds)
+        self._observe("time_to_first_token_seconds", seconds)
         predicted = job.predicted_ttft
         if predicted is not None:
-            self._predicted.observe(predicted)
-            self._error.observe(abs(predicted - seconds) / max(seconds, 1e-6))
+            self._observe("predicted_time_to_first_token_seconds", predicted)
+            self._observe(
+                "time_to_first_token_prediction_error",
+                abs(predicted - seconds) / max(seconds, 1e-6),
+            )
         self.first_tokens.append((job.arrival + seconds, predicted, seconds))
 
     def finished(
@@ -131,17 +127,17 @@ class Telemetry:
     ) -> None:
         """The end of a job. ``times`` are the engine's RequestMetrics, if it has told them."""
         self.registry.labelled("request_success_total", finished_reason=reason).add()
-        self._whole.observe(now - job.arrival)
-        self._prompt_sizes.observe(len(job.ids))
-        self._output_sizes.observe(job.num_output)
-        self._samples.observe(job.samples)
+        self._observe("e2e_request_latency_seconds", now - job.arrival)
+        self._observe("request_prompt_tokens", len(job.ids))
+        self._observe("request_generation_tokens", job.num_output)
+        self._observe("request_params_n", job.samples)
         if job.first_token is not None and job.last_token is not None:
-            self._decode.observe(job.last_token - job.first_token)
+            self._observe("request_decode_time_seconds", job.last_token - job.first_token)
         begun = None if times is None else times.first_scheduled_time
         if begun is not None:
-            self._queued.observe(max(0.0, begun - job.arrival))
+            self._observe("request_queue_time_seconds", max(0.0, begun - job.arrival))
             if job.first_token is not None:
-                self._prefill.observe(max(0.0, job.first_token - begun))
+                self._observe("request_prefill_time_seconds", max(0.0, job.first_token - begun))
         if self._log_requests:
             log.info("request finished", extra=about(job, reason=reason, now=now))
 
