@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from yocolm.engine.llm import LLM
 from yocolm.eval.harness import TextModel, open_model
 from yocolm.eval.harness_tasks import TaskOptions, evaluate
 
@@ -23,27 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
         with arguments.samples.open("ab"):  # now, not after hours: it may not be possible
             pass
     with redirect_stdout(sys.stderr):  # libraries print; standard output is for results
-        llm = open_model(
-            arguments.model,
-            max_length=arguments.max_length,
-            batch_size=arguments.batch_size,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            fast_prefill=arguments.fast_prefill,
-            enable_prefix_caching=arguments.prefix_caching,
-            **{
-                name: getattr(arguments, name)
-                for name in _ENGINE
-                if getattr(arguments, name) is not None
-            },
+        model = TextModel(
+            _open(arguments), arguments.seed, _progress if sys.stderr.isatty() else None
         )
-        model = TextModel(llm, arguments.seed, _progress if sys.stderr.isatty() else None)
         found = evaluate(
             model,
             arguments.tasks,
             _options(arguments),
             include_path=arguments.include_path,
             name=arguments.model,
+            notice=lambda line: print(line, file=sys.stderr, flush=True),
         )
     samples = found.pop("samples")
     report = {
@@ -59,6 +49,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.samples is not None:
         _write_samples(arguments.samples, samples)
     return 0
+
+
+def _open(arguments: argparse.Namespace) -> LLM:
+    given = {name: getattr(arguments, name) for name in _ENGINE}
+    return open_model(
+        arguments.model,
+        max_length=arguments.max_length,
+        batch_size=arguments.batch_size,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        fast_prefill=arguments.fast_prefill,
+        enable_prefix_caching=arguments.prefix_caching,
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _options(arguments: argparse.Namespace) -> TaskOptions:

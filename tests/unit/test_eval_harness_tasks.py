@@ -225,14 +225,21 @@ def test_a_task_file_and_a_group(model: TextModel, tasks: Path) -> None:
     ("names", "message"),
     [
         ([], "no tasks"),
-        (["away"], "the data of away cannot be read .*--include-path"),
+        (["away"], "not-there.jsonl.*: the data of away cannot be read.*--include-path"),
+        (["hub"], r"Couldn't reach 'some/data' on the Hub .*: the data of hub .* set HF_HOME to"),
         (["wrong"], "wrong cannot be loaded: .*correct the task file"),
         (["nowhere.yaml"], "task file nowhere.yaml does not exist"),
     ],
 )
 def test_tasks_that_cannot_be_run(
-    model: TextModel, tasks: Path, names: list[str], message: str
+    model: TextModel,
+    tasks: Path,
+    names: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_task(tasks, "hub", CHOICE, dataset_path="some/data", dataset_kwargs={})
     write_task(tasks, "away", CHOICE, dataset_kwargs={"data_files": {"test": "not-there.jsonl"}})
     write_task(tasks, "wrong", CHOICE, output_type="telepathy")
     with pytest.raises(RequestError, match=message):
@@ -278,8 +285,12 @@ def test_an_unknown_task_is_named_with_those_near(
         return manager(include_path=include_path, include_defaults=False)  # those take seconds
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", without_defaults)
+    lines: list[str] = []
+    evaluate(model, ["choice"], TaskOptions(limit=1), include_path=[tasks], notice=lines.append)
+    assert lines == []
     with pytest.raises(RequestError, match="task 'chioce' is unknown: did you mean choice"):
-        evaluate(model, ["chioce"], include_path=[tasks])
+        evaluate(model, ["chioce"], include_path=[tasks], notice=lines.append)
+    assert len(lines) == 1 and "reading lm-eval's index of tasks" in lines[0]
     with pytest.raises(RequestError, match="is not a folder"):
         evaluate(model, ["choice"], include_path=[tasks / "choice.yaml"])
 

@@ -38,6 +38,20 @@ def generation_params(
     Raises RequestError for arguments that are unknown or out of range, and where their
     ``max_gen_toks`` leave no room for a prompt within ``max_length`` tokens.
     """
+    _check_known(arguments)
+    options = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
+    minimum = next((arguments[n] for n in _MINIMA if arguments.get(n) is not None), 0)
+    return SamplingParams(
+        max_tokens=_max_tokens(arguments, max_length),
+        min_tokens=minimum,
+        temperature=_temperature(arguments),
+        stop=_stops(arguments, eos),
+        seed=_seed(arguments.get("seed", seed), context, repeat),
+        **options,
+    )
+
+
+def _check_known(arguments: Mapping[str, Any]) -> None:
     known = (*_LENGTHS, *_MINIMA, *_SAME, *_OTHERS)
     for name in arguments:
         if name not in known:
@@ -48,20 +62,12 @@ def generation_params(
         raise RequestError(
             f"num_beams={arguments['num_beams']!r}: beam search is not supported; leave it at 1"
         )
-    options = {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
-    minimum = next((arguments[n] for n in _MINIMA if arguments.get(n) is not None), 0)
-    base = arguments.get("seed", seed)
+
+
+def _seed(base: Any, context: str, repeat: int) -> int:
     if isinstance(base, bool) or not isinstance(base, int) or base < 0:
         raise RequestError(f"seed={base!r} must be a whole number")
-    mixed = zlib.crc32(f"{base} {repeat} {context}".encode("utf-8", "surrogatepass"))
-    return SamplingParams(
-        max_tokens=_max_tokens(arguments, max_length),
-        min_tokens=minimum,
-        temperature=_temperature(arguments),
-        stop=_stops(arguments, eos),
-        seed=mixed,
-        **options,
-    )
+    return zlib.crc32(f"{base} {repeat} {context}".encode("utf-8", "surrogatepass"))
 
 
 def _max_tokens(arguments: Mapping[str, Any], max_length: int) -> int:

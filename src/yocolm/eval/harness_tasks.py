@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -65,6 +65,7 @@ def evaluate(
     *,
     include_path: Sequence[Path] = (),
     name: str = "",
+    notice: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run tasks; returns lm-eval's ``results``, ``groups``, ``versions``, ``n-shot``,
     ``higher_is_better`` and ``n-samples``, and ``samples``: every document with its answers.
@@ -74,6 +75,7 @@ def evaluate(
             ``"paper"`` for the eight of the YOCO paper, or task files.
         include_path: folders with task files; these go before lm-eval's own of the same name.
         name: of the model, for caches.
+        notice: called with a line before what takes many seconds and shows nothing.
 
     Raises MissingDependencyError without lm-eval, RequestError for tasks that are unknown, cannot
     be loaded or ask for what the model cannot do.
@@ -83,27 +85,32 @@ def evaluate(
     random.seed(options.random_seed)
     np.random.seed(options.seed)
     with _naming_packages():
-        loaded = _load(tasks, include_path)
+        loaded = _load(tasks, include_path, notice)
         for task in loaded["tasks"].values():
             _check(task)
             _override(task, options)
-        if options.use_cache is not None:
-            cached = _harness("api.model").CachingLM
-            language_model = cached(language_model, str(options.use_cache))
-        found: Any = _harness("evaluator").evaluate(
-            lm=language_model,
-            task_dict=loaded,
-            limit=options.limit,
-            bootstrap_iters=options.bootstrap_iters,
-            log_samples=True,
-            system_instruction=options.system_instruction,
-            apply_chat_template=options.chat,
-            fewshot_as_multiturn=options.chat and options.fewshot_as_multiturn,
-        )
+        found = _run(language_model, loaded, options)
     return {
         **{key: found[key] for key in _KEPT if key in found},
         "samples": found.get("samples", {}),
     }
+
+
+def _run(language_model: Any, loaded: dict[str, Any], options: TaskOptions) -> Any:
+    """What lm-eval returns for tasks that are loaded."""
+    if options.use_cache is not None:
+        cached = _harness("api.model").CachingLM
+        language_model = cached(language_model, str(options.use_cache))
+    return _harness("evaluator").evaluate(
+        lm=language_model,
+        task_dict=loaded,
+        limit=options.limit,
+        bootstrap_iters=options.bootstrap_iters,
+        log_samples=True,
+        system_instruction=options.system_instruction,
+        apply_chat_template=options.chat,
+        fewshot_as_multiturn=options.chat and options.fewshot_as_multiturn,
+    )
 
 
 def adapter(model: TextModel, name: str = "") -> Any:
@@ -113,46 +120,58 @@ def adapter(model: TextModel, name: str = "") -> Any:
     """
     base: Any = _harness("api.model").LM
 
-    class EngineLM(base):
-        """Hands requests over, and answers to lm-eval's cache as they come."""
+    class EngineLM(_Answers, base):
+        pass
 
-        @property
-        def tokenizer_name(self) -> str:
-            return (name or "yocolm").replace("/", "__")
+    return EngineLM(model, name)
 
-        @property
-        def max_length(self) -> int:
-            return model.max_length
 
-        def loglikelihood(self, requests: Any) -> Any:
-            pairs = [request.args for request in requests]
-            return model.loglikelihood(
-                pairs, lambda i, answer: self._keep("loglikelihood", pairs[i], answer)
-            )
+class _Answers:
+    """What lm-eval's ``LM`` leaves open: hands requests to a model, and answers to lm-eval's cache
+    as they come."""
 
-        def loglikelihood_rolling(self, requests: Any) -> Any:
-            texts = [request.args[0] for request in requests]
-            return model.loglikelihood_rolling(
-                texts, lambda i, total: self._keep("loglikelihood_rolling", (texts[i],), total)
-            )
+    cache_hook: Any
 
-        def generate_until(self, requests: Any) -> Any:
-            asked = [request.args for request in requests]
-            return model.generate_until(
-                asked, lambda i, text: self._keep("generate_until", asked[i], text)
-            )
+    def __init__(self, model: TextModel, name: str) -> None:
+        super().__init__()
+        self._model, self._name = model, name
 
-        def _keep(self, what: str, arguments: Any, answer: Any) -> None:
-            self.cache_hook.add_partial(what, arguments, answer)
+    @property
+    def tokenizer_name(self) -> str:
+        return (self._name or "yocolm").replace("/", "__")
 
-        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-            return render(model, chat_history, add_generation_prompt)
+    @property
+    def max_length(self) -> int:
+        return self._model.max_length
 
-        def chat_template(self, chat_template: bool | str = False) -> str | None:
-            wanted = chat_template if isinstance(chat_template, str) else "default"
-            return model.llm.chat_template.templates.get(wanted) if chat_template else None
+    def loglikelihood(self, requests: Any) -> Any:
+        pairs = [request.args for request in requests]
+        return self._model.loglikelihood(
+            pairs, lambda i, answer: self._keep("loglikelihood", pairs[i], answer)
+        )
 
-    return EngineLM()
+    def loglikelihood_rolling(self, requests: Any) -> Any:
+        texts = [request.args[0] for request in requests]
+        return self._model.loglikelihood_rolling(
+            texts, lambda i, total: self._keep("loglikelihood_rolling", (texts[i],), total)
+        )
+
+    def generate_until(self, requests: Any) -> Any:
+        asked = [request.args for request in requests]
+        return self._model.generate_until(
+            asked, lambda i, text: self._keep("generate_until", asked[i], text)
+        )
+
+    def _keep(self, what: str, arguments: Any, answer: Any) -> None:
+        self.cache_hook.add_partial(what, arguments, answer)
+
+    def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        return render(self._model, chat_history, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        wanted = chat_template if isinstance(chat_template, str) else "default"
+        templates = self._model.llm.chat_template.templates
+        return templates.get(wanted) if chat_template else None
 
 
 def render(model: TextModel, history: Any, add_generation_prompt: bool = True) -> str:
@@ -195,7 +214,9 @@ def _naming_packages() -> Iterator[None]:
         ) from error
 
 
-def _load(tasks: Sequence[str], include_path: Sequence[Path]) -> dict[str, Any]:
+def _load(
+    tasks: Sequence[str], include_path: Sequence[Path], notice: Callable[[str], None] | None
+) -> dict[str, Any]:
     """lm-eval's dictionary of tasks and groups."""
     for folder in include_path:
         if not folder.is_dir():
@@ -203,15 +224,17 @@ def _load(tasks: Sequence[str], include_path: Sequence[Path]) -> dict[str, Any]:
     names = [name for task in tasks for name in (PAPER_TASKS if task == PAPER else (task,))]
     if not names:
         raise RequestError("no tasks: name at least one, such as hellaswag, or `paper`")
-    manager = _manager(list(dict.fromkeys(names)), [str(folder) for folder in include_path])
+    names = list(dict.fromkeys(names))
+    manager = _manager(names, [str(folder) for folder in include_path], notice)
     try:
-        return manager.load(list(dict.fromkeys(names)))
+        return manager.load(names)
     except (YocolmError, ModuleNotFoundError):
         raise
     except OSError as error:  # what `datasets` and the hub raise derives from it
         raise RequestError(
-            f"the data of {', '.join(names)} cannot be read ({_line(error)}). Without network, "
-            "write a task file with local data (dataset_path: json) and name its folder with "
+            f"{_line(error)}: the data of {', '.join(names)} cannot be read. Without network, set "
+            "HF_HOME to a cache that has it (and HF_HUB_OFFLINE=1, which spares the retries), or "
+            "write a task file over local data (dataset_path: json) and name its folder with "
             "--include-path"
         ) from error
     except Exception as error:  # a task file may be wrong in any way
@@ -221,7 +244,7 @@ def _load(tasks: Sequence[str], include_path: Sequence[Path]) -> dict[str, Any]:
         ) from error
 
 
-def _manager(names: Sequence[str], folders: list[str]) -> Any:
+def _manager(names: Sequence[str], folders: list[str], notice: Callable[[str], None] | None) -> Any:
     """lm-eval's index of task files; its own 15,000 are read only where they are needed."""
     tasks = _harness("tasks")
     manager: Any = tasks.TaskManager(include_path=folders, include_defaults=False)
@@ -231,6 +254,8 @@ def _manager(names: Sequence[str], folders: list[str]) -> Any:
             raise RequestError(f"task file {name} does not exist: give a file or a task's name")
     if all(name in manager.all_tasks or name in files for name in names):
         return manager
+    if notice is not None:
+        notice("reading lm-eval's index of tasks, which takes a while")
     manager = tasks.TaskManager(include_path=folders)
     for name in names:
         if name in manager.all_tasks or name in files:
