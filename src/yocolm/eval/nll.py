@@ -212,36 +212,44 @@ def nll(
     if tokenizer is None:
         raise RequestError(f"{model} has no tokenizer; a text needs one")
     documents = [load_document(path, tokenizer, length, globs, shuffle, header) for path in paths]
-    lengths = [min(length, len(document.text.token_ids)) for document in documents]
-    module, config = load_model(
-        model, dtype, require_device(device), packed=True, show_progress=True
-    )
-    scorer = LongScorer(module, config, max(lengths), chunk)
-    begin, all_tokens, scored = time.perf_counter(), sum(lengths), []
-    for index, document in enumerate(documents):
+    longest = max(map(_predicted, documents))
+    place = require_device(device)
+    module, config = load_model(model, dtype, place, packed=True, show_progress=True)
+    scorer = LongScorer(module, config, longest, chunk)
+    begin = time.perf_counter()
+    scored = _score_all(scorer, documents, share, seed, progress)
+    seconds = time.perf_counter() - begin
+    settings = {"length": length, "chunk": chunk, "share": share, "glob": list(globs or [])}
+    settings |= {"shuffle": shuffle, "seed": seed, "dtype": dtype}
+    settings["first_token"] = _first_token(documents[0].text, tokenizer)
+    totals = {"seconds": seconds, "peak_memory_bytes": _peak_memory(scorer.device)}
+    return nll_report(str(model), scored, settings, totals, beyond_context(model, [longest]))
 
-        def told(tokens: int, before: int = sum(lengths[:index])) -> None:
+
+def _predicted(document: Document) -> int:
+    """How many of a document's tokens there is something to predict from."""
+    return len(document.text.token_ids) - (document.text.prefix is None)
+
+
+def _score_all(
+    scorer: LongScorer,
+    documents: Sequence[Document],
+    share: float,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Scored]:
+    """One after another; ``progress`` counts the tokens of all."""
+    total = sum(map(_predicted, documents))
+    before, scored = 0, []
+    for document in documents:
+
+        def told(tokens: int, before: int = before) -> None:
             if progress is not None:
-                progress(before + tokens, all_tokens)
+                progress(before + tokens, total)
 
         scored.append(score_text(scorer, document, share, seed, told))
-    seconds = time.perf_counter() - begin
-    return nll_report(
-        str(model),
-        scored,
-        {
-            "length": length,
-            "chunk": chunk,
-            "share": share,
-            "glob": list(globs or []),
-            "shuffle": shuffle,
-            "seed": seed,
-            "dtype": dtype,
-            "first_token": _first_token(documents[0].text, tokenizer),
-        },
-        {"seconds": seconds, "peak_memory_bytes": _peak_memory(scorer.device)},
-        beyond_context(model, [max(lengths)]),
-    )
+        before += scored[-1].tokens
+    return scored
 
 
 def _first_token(text: Text, tokenizer: Tokenizer) -> str:
@@ -259,50 +267,58 @@ def nll_report(
     notes: Sequence[str] = (),
 ) -> Report:
     """Loss by position over all documents, with curves of each."""
-    cells = position_table(scored)
     tokens = sum(len(one.losses) for one in scored)
-    mean = float(sum(one.losses.sum() for one in scored)) / tokens
-    size = float(sum(one.sizes.sum() for one in scored))
-    bits = sum(float(one.losses.sum()) for one in scored) / log(2) / size if size else None
-    rows = {one.name: position_table([one]) for one in scored}
-    by_position = {
-        name: [(sqrt(max(1, row["from"]) * row["to"]), row["nll_per_token"]) for row in table]
-        for name, table in rows.items()
-    }
-    by_position_title = "Loss by position (each point stands for a doubling of the context)"
-    lengths = sorted({one.tokens for one in scored})
-    notes = list(notes)
-    if len(lengths) > 1:
-        notes.append(
-            f"Documents end at different lengths, {lengths[0]:,} to {lengths[-1]:,} tokens: rows "
-            "beyond the shortest are of fewer documents, and not to be compared with those before."
-        )
+    total = float(sum(one.losses.sum() for one in scored))
+    bits = _bits_per_byte(total, float(sum(one.sizes.sum() for one in scored)))
+    shown = "" if bits is None else f", {bits:.4f} bits a byte"
     return Report(
         kind="nll",
         model=model,
         settings=settings,
-        headline=f"{mean:.4f} nats a token"
-        + (f", {bits:.4f} bits a byte" if bits is not None else "")
-        + f" over {tokens:,} tokens",
+        headline=f"{total / tokens:.4f} nats a token{shown} over {tokens:,} tokens",
         summary={
-            "nll_per_token": mean,
+            "nll_per_token": total / tokens,
             "bits_per_byte": bits,
             "tokens_scored": tokens,
             "documents": {one.name: one.tokens for one in scored},
             **totals,
         },
-        cells=cells,
-        curves=[
-            Curves(by_position_title, "position", "nats a token", by_position),
-            Curves(
-                "Cumulative loss",
-                "tokens so far",
-                "nats a token, over all so far",
-                {one.name: cumulative(one) for one in scored},
-            ),
-        ],
-        notes=notes,
+        cells=position_table(scored),
+        curves=_curves(scored),
+        notes=[*notes, *_different_ends(scored)],
     )
+
+
+def _bits_per_byte(nats: float, size: float) -> float | None:
+    return nats / log(2) / size if size else None
+
+
+def _curves(scored: Sequence[Scored]) -> list[Curves]:
+    """Of each document: loss by position, and over all so far."""
+    by_position = {
+        one.name: [
+            (sqrt(max(1, row["from"]) * row["to"]), row["nll_per_token"])
+            for row in position_table([one])
+        ]
+        for one in scored
+    }
+    title = "Loss by position (each point stands for a doubling of the context)"
+    so_far = {one.name: cumulative(one) for one in scored}
+    return [
+        Curves(title, "position", "nats a token", by_position),
+        Curves("Cumulative loss", "tokens so far", "nats a token, over all so far", so_far),
+    ]
+
+
+def _different_ends(scored: Sequence[Scored]) -> list[str]:
+    """A note where documents end at different lengths."""
+    lengths = sorted({one.tokens for one in scored})
+    if len(lengths) == 1:
+        return []
+    return [
+        f"Documents end at different lengths, {lengths[0]:,} to {lengths[-1]:,} tokens: rows "
+        "beyond the shortest are of fewer documents, and not to be compared with those before."
+    ]
 
 
 def position_table(scored: Sequence[Scored]) -> list[dict[str, Any]]:
@@ -321,7 +337,6 @@ def position_table(scored: Sequence[Scored]) -> list[dict[str, Any]]:
             continue
         nll_so_far += float(losses.sum())
         tokens_so_far += len(losses)
-        size = float(sizes.sum())
         rows.append(
             {
                 "from": start,
@@ -332,7 +347,7 @@ def position_table(scored: Sequence[Scored]) -> list[dict[str, Any]]:
                 "standard_error": float(losses.std()) / sqrt(len(losses))
                 if len(losses) > 1
                 else None,
-                "bits_per_byte": float(losses.sum()) / log(2) / size if size else None,
+                "bits_per_byte": _bits_per_byte(float(losses.sum()), float(sizes.sum())),
                 "cumulative_nll": nll_so_far / tokens_so_far,
             }
         )
