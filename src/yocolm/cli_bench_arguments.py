@@ -85,7 +85,22 @@ def _add_bench_serving(kinds: Commands) -> None:
         "that the trace says. Ctrl-C ends the replay; the report then holds what came so far.",
     )
     add_model(parser)
-    load = parser.add_argument_group("load")
+    _add_load(parser.add_argument_group("load"))
+    add_place(parser)
+    _add_serving_engine(parser.add_argument_group("engine"))
+    _add_sweep(parser.add_argument_group("sweep"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--html", type=Path, default=Path("serving.html"), metavar="FILE", help="the report"
+    )
+    output.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
+    output.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="only write the report of a saved run"
+    )
+
+
+def _add_load(load: argparse._ArgumentGroup) -> None:
+    """The requests that are replayed."""
     what = load.add_mutually_exclusive_group()
     what.add_argument(
         "--trace",
@@ -109,9 +124,9 @@ def _add_bench_serving(kinds: Commands) -> None:
         "--max-concurrency", type=size, metavar="N", help="requests in the engine at once"
     )
     load.add_argument("--seed", type=whole, default=0, metavar="S", help="of mix and prompts")
-    add_place(parser)
-    _add_serving_engine(parser.add_argument_group("engine"))
-    sweep = parser.add_argument_group("sweep")
+
+
+def _add_sweep(sweep: argparse._ArgumentGroup) -> None:
     sweep.add_argument(
         "--sweep-concurrency",
         type=sizes,
@@ -128,14 +143,6 @@ def _add_bench_serving(kinds: Commands) -> None:
     sweep.add_argument("--sweep-decode", type=size, default=16, metavar="N", help="new tokens")
     sweep.add_argument("--sweep-repeats", type=size, default=2, metavar="N", help="rounds")
     sweep.add_argument("--no-sweep", action="store_true", help="leave the sweep out")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--html", type=Path, default=Path("serving.html"), metavar="FILE", help="the report"
-    )
-    output.add_argument("--json", type=Path, metavar="FILE", help="save every measurement")
-    output.add_argument(
-        "--from-json", type=Path, metavar="FILE", help="only write the report of a saved run"
-    )
 
 
 def _add_serving_engine(group: argparse._ArgumentGroup) -> None:
@@ -162,7 +169,18 @@ def _add_bench_paper(kinds: Commands) -> None:
         "measured on this machine, as far as --budget allows, to show how good predictions are. "
         "Exits with 1 if a measurement failed.",
     )
-    what = parser.add_argument_group("study")
+    _add_study(parser.add_argument_group("study"))
+    _add_measured_study(parser.add_argument_group("measuring on this machine"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="save every number")
+    output.add_argument("--html", type=Path, metavar="FILE", help="save a report as one file")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="save plots as PNG (needs matplotlib)"
+    )
+
+
+def _add_study(what: argparse._ArgumentGroup) -> None:
+    """What is predicted, of which machine."""
     what.add_argument(
         "--pair", default="3B", metavar="NAME", help="a YOCO preset, 'bundled', or a folder"
     )
@@ -193,7 +211,9 @@ def _add_bench_paper(kinds: Commands) -> None:
         "--max-num-batched-tokens", type=size, default=2048, metavar="N", help="tokens a step"
     )
     what.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV")
-    here = parser.add_argument_group("measuring on this machine")
+
+
+def _add_measured_study(here: argparse._ArgumentGroup) -> None:
     here.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
@@ -217,12 +237,6 @@ def _add_bench_paper(kinds: Commands) -> None:
         "--threads", type=size, default=os.cpu_count() or 1, metavar="N", help="default: all cores"
     )
     here.add_argument("--repeats", type=size, default=1, metavar="N", help="rounds (default: 1)")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="save every number")
-    output.add_argument("--html", type=Path, metavar="FILE", help="save a report as one file")
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE", help="save plots as PNG (needs matplotlib)"
-    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:

@@ -67,6 +67,12 @@ def _add_nll(kinds: _Commands) -> None:
         "tokenizer adds one.",
     )
     add_model(nll)
+    _add_documents(nll)
+    _add_scoring(nll)
+    _add_report(nll)
+
+
+def _add_documents(nll: argparse.ArgumentParser) -> None:
     nll.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="UTF-8 files or folders")
     nll.add_argument(
         "--glob",
@@ -86,6 +92,9 @@ def _add_nll(kinds: _Commands) -> None:
     nll.add_argument(
         "--length", type=size, default=1024**2, metavar="N", help="tokens a document (default: 1M)"
     )
+
+
+def _add_scoring(nll: argparse.ArgumentParser) -> None:
     nll.add_argument(
         "--chunk", type=size, default=2048, metavar="N", help="tokens at a time (default: 2048)"
     )
@@ -100,7 +109,6 @@ def _add_nll(kinds: _Commands) -> None:
     nll.add_argument("--seed", type=int, default=0, metavar="S", help="of those places")
     nll.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     nll.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
-    _add_report(nll)
 
 
 def _add_needle(kinds: _Commands) -> None:

@@ -39,51 +39,63 @@ def memory_unit(study: dict[str, Any]) -> tuple[float, str]:
 
 def tables(study: dict[str, Any]) -> list[Table]:
     """Titles, heads and rows: memory by part, prefill, throughput, and how predictions did."""
-    rows, beside = study["rows"], study["beside_paper"]
-    paper = ["paper"] if beside else []
-    unit, size = memory_unit(study)
-    memory_head = ["length"]
-    for side in SIDES:
-        parts = [part for part in PARTS if side == "yoco" or part != "state"]
-        memory_head += [f"{NAMES[side]} {parts[0]}", *parts[1:], "total"]
-    memory_head += ["times", *paper]
-    memory, prefill, throughput = [], [], []
-    for row in rows:
-        models, ratios, length = row["models"], row["ratios"], length_text(row["length"])
-        line = [length]
+    found = (_headline(study), _memory(study), _prefill(study), _throughput(study), _errors(study))
+    return [one for one in found if one[2]]
+
+
+def _memory(study: dict[str, Any]) -> Table:
+    factor, unit = memory_unit(study)
+    parts = {side: [p for p in PARTS if side == "yoco" or p != "state"] for side in SIDES}
+    head = ["length"]
+    for side, (first, *others) in parts.items():
+        head += [f"{NAMES[side]} {first}", *others, "total"]
+    lines = []
+    for row in study["rows"]:
+        line = [length_text(row["length"])]
         for side in SIDES:
-            cell = models[side]
-            for part in PARTS:
-                if side == "yoco" or part != "state":
-                    line.append(_shown(cell["memory"][part], unit))
-            line.append(_shown(cell["total"], unit) + ("" if cell["fits"] else " !"))
-        line.append(_times(ratios["memory"]))
-        times = [_shown(models[side]["prefill"]) for side in SIDES]
-        memory.append(line)
-        prefill.append([length, *times, _times(ratios["prefill"])])
-        throughput.append(_throughput_row(row, length))
-        if beside:
-            for name, cells in (
-                ("memory", memory),
-                ("prefill", prefill),
-                ("throughput", throughput),
-            ):
-                known = row["paper"][name]
-                cells[-1].append("-" if known is None else f"{known:g}x")
-    batch = study["batch"]
-    heads = ["length", "YOCO", "Transformer", "times"]
-    most = ["YOCO holds", "tokens/s", "Transformer holds", "tokens/s", "times"]
-    found = [
-        (f"Memory, {size}, batch {batch}", memory_head, memory),
-        ("Prefill, seconds to the first token", [*heads, *paper], prefill),
-        (
-            f"Throughput, generated tokens/s of prefill and generation: batch {batch}, then all "
-            "that fit",
-            ["length", "generated", *heads[1:], *most, *paper],
-            throughput,
-        ),
+            cell = row["models"][side]
+            line += [_shown(cell["memory"][part], factor) for part in parts[side]]
+            line.append(_shown(cell["total"], factor) + ("" if cell["fits"] else " !"))
+        lines.append([*line, _times(row["ratios"]["memory"])])
+    title = f"Memory, {unit}, batch {study['batch']}"
+    return _beside_paper(study, "memory", (title, [*head, "times"], lines))
+
+
+def _prefill(study: dict[str, Any]) -> Table:
+    lines = [
+        [
+            length_text(row["length"]),
+            *(_shown(row["models"][side]["prefill"]) for side in SIDES),
+            _times(row["ratios"]["prefill"]),
+        ]
+        for row in study["rows"]
     ]
-    return [one for one in (_headline(study), *found, _errors(study)) if one[2]]
+    head = ["length", *NAMES.values(), "times"]
+    title = "Prefill, seconds to the first token"
+    return _beside_paper(study, "prefill", (title, head, lines))
+
+
+def _throughput(study: dict[str, Any]) -> Table:
+    head = ["length", "generated", *NAMES.values(), "times"]
+    for side in SIDES:
+        head += [f"{NAMES[side]} holds", "tokens/s"]
+    title = (
+        f"Throughput, generated tokens/s of prefill and generation: batch {study['batch']}, then "
+        "all that fit"
+    )
+    lines = [_throughput_row(row) for row in study["rows"]]
+    return _beside_paper(study, "throughput", (title, [*head, "times"], lines))
+
+
+def _beside_paper(study: dict[str, Any], name: str, own: Table) -> Table:
+    """The table with the paper's ratios in its last column, where the study is the paper's."""
+    if not study["beside_paper"]:
+        return own
+    title, head, lines = own
+    known = [row["paper"][name] for row in study["rows"]]
+    theirs = ["-" if ratio is None else f"{ratio:g}x" for ratio in known]
+    both = [[*line, ratio] for line, ratio in zip(lines, theirs, strict=True)]
+    return title, [*head, "paper"], both
 
 
 def _headline(study: dict[str, Any]) -> Table:
@@ -98,9 +110,9 @@ def _headline(study: dict[str, Any]) -> Table:
     return ("How many times better YOCO is", ["", "here", "paper"], lines)
 
 
-def _throughput_row(row: dict[str, Any], length: str) -> list[str]:
+def _throughput_row(row: dict[str, Any]) -> list[str]:
     models, ratios = row["models"], row["ratios"]
-    line = [length, str(row["generated"])]
+    line = [length_text(row["length"]), str(row["generated"])]
     line += [_shown(models[side]["throughput"]) for side in SIDES] + [_times(ratios["throughput"])]
     for side in SIDES:
         cell = models[side]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -47,6 +47,7 @@ LATENCIES = {
 }
 CELLS = 90  # of a scatter, each way: dots in one cell are drawn once
 CURVE = 200  # points of a distribution
+Tile = tuple[str, str, str]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -117,50 +118,43 @@ def _about(result: dict[str, Any]) -> str:
 
 
 def _overview(result: dict[str, Any]) -> str:
+    """Tiles: a value, its name, and a line below."""
     found = result["summary"]
-    tiles = []
+    tiles = [*_latency_tiles(found), *_rate_tiles(found), *_share_tiles(found)]
+    columns = 3 if len(tiles) in (5, 6) else 4
+    shown = "".join(
+        f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd><p>{escape(more)}</p>'
+        "</div>"
+        for value, name, more in tiles
+    )
+    return f'<dl class="tiles in{columns}">{shown}</dl>'
 
-    def tile(value: str, name: str, more: str = "") -> None:
-        tiles.append(
-            f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}</dd>'
-            f"<p>{escape(more)}</p></div>"
-        )
 
+def _latency_tiles(found: dict[str, Any]) -> Iterator[Tile]:
     for name in ("ttft", "tpot"):
         if found[name]:
-            tile(
-                seconds_text(found[name]["p50"]),
-                f"{LATENCIES[name][0]} median",
-                f"99 % within {seconds_text(found[name]['p99'])}",
-            )
-    tile(
-        f"{count_text(found['output_throughput'])}/s",
-        "tokens drawn",
-        f"{count_text(found['total_throughput'])}/s with prompts",
-    )
+            median, most = (seconds_text(found[name][column]) for column in ("p50", "p99"))
+            yield median, f"{LATENCIES[name][0]} median", f"99 % within {most}"
+
+
+def _rate_tiles(found: dict[str, Any]) -> Iterator[Tile]:
+    drawn, total = (count_text(found[f"{name}_throughput"]) for name in ("output", "total"))
+    yield f"{drawn}/s", "tokens drawn", f"{total}/s with prompts"
     failed = f"{found['failed']} failed" if found["failed"] else "none failed"
-    tile(
-        f"{_rate(found['request_throughput'])}/s",
-        "requests",
-        f"{found['completed']} ended, {failed}",
-    )
+    ended = f"{found['completed']} ended, {failed}"
+    yield f"{_rate(found['request_throughput'])}/s", "requests", ended
     if found["goodput"] is not None:
-        tile(
-            f"{_rate(found['goodput'])}/s",
-            "goodput",
-            f"{percent_text(found['met_targets'])} met their targets",
-        )
-    tile(percent_text(found["skipped_share"]), "rows skipped", "never seen by the second half")
-    tile(
-        percent_text(found["cached_share"]),
-        "prompt from cache",
-        number(found["preemptions"], "preemption"),
-    )
+        met = f"{percent_text(found['met_targets'])} met their targets"
+        yield f"{_rate(found['goodput'])}/s", "goodput", met
+
+
+def _share_tiles(found: dict[str, Any]) -> Iterator[Tile]:
+    yield percent_text(found["skipped_share"]), "rows skipped", "never seen by the second half"
+    preempted = number(found["preemptions"], "preemption")
+    yield percent_text(found["cached_share"]), "prompt from cache", preempted
     if found["step_error"]:
         more = f"TTFT {percent_text(found['ttft_error']['mape'])}" if found["ttft_error"] else ""
-        tile(percent_text(found["step_error"]["mape"]), "error of predicted steps", more)
-    columns = 3 if len(tiles) in (5, 6) else 4
-    return f'<dl class="tiles in{columns}">{"".join(tiles)}</dl>'
+        yield percent_text(found["step_error"]["mape"]), "error of predicted steps", more
 
 
 def _rate(value: float) -> str:
