@@ -43,7 +43,7 @@ def line_of(s: TrainSettings, device: torch.device = CPU, ranks: int = 1) -> str
 def test_mfu_is_of_the_peak_of_all_ranks(tmp_path: Path) -> None:
     s = settings(tmp_path, peak_flops=1e9)
     rate = 2 * 24 / 0.25  # two windows of 24 tokens a step
-    share = rate * model_spec(config()).train_flops(24) / 24 / 1e9
+    share = rate * model_spec(config()).train_flops(24, 16) / 24 / 1e9
     assert f"| loss 2.5000 | lr 1.00e-03 | grad 1.50 | 192 tok/s | MFU {share:.1%} |" in line_of(s)
     assert f"| MFU {share / 4:.1%} |" in line_of(s, ranks=4)
     assert "MFU" not in line_of(settings(tmp_path))  # nobody knows the peak of this CPU
@@ -90,7 +90,7 @@ def test_flops_of_training_are_those_of_the_products(family: str) -> None:
     """A factor 3 of each matrix once a token, of the logits, and of what is mixed."""
     spec, model = model_spec(config(family)), build_model(config(family), "cpu", torch.float32)
     length = 24
-    mixing = sum(spec.write_attention_flops(n, 128) for n in range(1, length + 1))
+    mixing = sum(spec.write_attention_flops(n, length) for n in range(1, length + 1))
     mixing += sum(spec.read_attention_flops(n) for n in range(1, length + 1))
     per_token = spec.write_flops_per_token + spec.read_flops_per_row + spec.logits_flops_per_row
     assert spec.train_flops(length) == 3 * (length * per_token + mixing)
@@ -98,6 +98,26 @@ def test_flops_of_training_are_those_of_the_products(family: str) -> None:
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         head = 0 if not spec.tied else spec.head_params
         assert per_token == 2 * (sum(p.numel() for p in matrices) + head)
+
+
+@pytest.mark.parametrize(("length", "chunk", "block"), [(24, 16, 16), (24, 128, 24), (8, 16, 8)])
+def test_flops_of_retention_by_hand(tmp_path: Path, length: int, chunk: int, block: int) -> None:
+    """A token meets the tokens of its block, and a window has no more than its own."""
+    size, width, heads, dim, vocabulary = 32, 48, 2, 16, 300
+    mlp = 3 * size * width
+    retention = 5 * size * size + heads * size + mlp  # q, k, v, gate, out; decays
+    kv = size * 2 * dim  # one head of keys and of values
+    cross = 2 * size * size + mlp
+    products = 2 * (retention + kv + cross + vocabulary * size)
+    mixed = heads * (2 * 2 * dim * dim + 2 * 2 * dim * block)  # state in and out; scores and values
+    attended = heads * 2 * 2 * dim * sum(range(1, length + 1))
+    flops = 3 * (length * (products + mixed) + attended)
+    assert model_spec(config()).train_flops(length, chunk) == flops
+
+    s = settings(tmp_path, peak_flops=1e9, retention_chunk_size=chunk)
+    s = replace(s, data=replace(s.data, sequence_length=length))
+    share = 2 * length / 0.25 * flops / length / 1e9
+    assert f"| MFU {share:.1%} |" in line_of(s)
 
 
 def test_ranks_but_the_first_are_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

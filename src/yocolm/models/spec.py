@@ -194,7 +194,10 @@ class ModelSpec:
         return sum(mixer.flops(context) for mixer in self.read_mixers)
 
     def write_flops(self, start: int, stop: int, chunk: int = RETENTION_CHUNK) -> int:
-        """The whole first half for the tokens at positions start..stop-1."""
+        """The whole first half for the tokens at positions start..stop-1, computed at once.
+
+        Retention's chunks have `chunk` tokens, or all if there are fewer."""
+        chunk = min(chunk, stop - start)
         mixing = sum(mixer.span_flops(start, stop, chunk) for mixer in self.write_mixers)
         return (stop - start) * self.write_flops_per_token + mixing
 
@@ -217,16 +220,18 @@ class ModelSpec:
         """One token that sees `context` tokens, itself included, through both halves."""
         return self.write_flops(context - 1, context, chunk=1) + self.read_flops((context,))
 
-    def train_flops(self, length: int) -> int:
+    def train_flops(self, length: int, chunk: int = RETENTION_CHUNK) -> int:
         """One sequence of `length` tokens in training: every row through both halves and the
         logits, three times (forward, and twice as much backward). What gradient checkpointing
         computes again is not counted."""
-        return 3 * (self._all_rows_flops(length) + length * self.logits_flops_per_row)
+        return 3 * (self._all_rows_flops(length, chunk) + length * self.logits_flops_per_row)
 
-    def _all_rows_flops(self, num_tokens: int) -> int:
+    def _all_rows_flops(self, num_tokens: int, chunk: int = RETENTION_CHUNK) -> int:
         """Both halves for every token of a sequence, without logits."""
         mixing = sum(mixer.span_flops(0, num_tokens) for mixer in self.read_mixers)
-        return self.write_flops(0, num_tokens) + num_tokens * self.read_flops_per_row + mixing
+        return (
+            self.write_flops(0, num_tokens, chunk) + num_tokens * self.read_flops_per_row + mixing
+        )
 
     def _of_kind(self, kind: StoreKind) -> tuple[Store, ...]:
         return tuple(store for store in self.stores if store.kind == kind)

@@ -53,7 +53,8 @@ class Progress:
         It is ``train.peak_flops`` for each of the ``ranks`` devices, or that of a known GPU.
         """
         length = self.s.data.sequence_length
-        self._flops_per_token = model_spec(config).train_flops(length) / length
+        flops = model_spec(config).train_flops(length, self.s.train.retention_chunk_size)
+        self._flops_per_token = flops / length
         peak = self.s.train.peak_flops or _known_peak(device, self.s.train.dtype)
         self._peak = None if peak is None else peak * ranks
 
