@@ -129,6 +129,14 @@ def test_sources_are_drawn_by_weight() -> None:
         assert counts[index] / 3000 == pytest.approx(share, abs=0.03)
 
 
+def test_weights_whose_sum_is_no_number() -> None:
+    """The largest of floats are shares as all others are."""
+    sources = [source("a", weight=1e308), source("b", weight=1e308), source("c", weight=5e307)]
+    sampler = Sampler(sources, SHAPE, 0)
+    assert sampler.shares == pytest.approx([0.4, 0.4, 0.2])
+    assert sampler.batch(4).lengths == [LENGTH] * 4
+
+
 def test_a_source_of_weight_0_is_never_drawn() -> None:
     sampler = Sampler([source("a"), source("b", tokens=3, weight=0, start=1000)], SHAPE, 0)
     assert sampler.batch(200).inputs.max() < 1000

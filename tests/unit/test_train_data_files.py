@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from layouts import write_layout
-from training import settings
+from training import settings, values
 from yocolm.errors import ConfigError, MissingDependencyError
 from yocolm.train.data_files import (
     AUTHORS_FIELDS,
@@ -22,7 +22,7 @@ from yocolm.train.data_files import (
     read_layout,
     training_documents,
 )
-from yocolm.train.settings import TrainSettings
+from yocolm.train.settings import TrainSettings, parse_settings
 
 TEXT = ("text",)
 
@@ -44,6 +44,23 @@ def test_the_authors_layout(tmp_path: Path) -> None:
         list(training_documents(s, ["C"]))
     with pytest.raises(ConfigError, match="data.weights names 'C'; the sources are CC, StarCoder"):
         find_sources(with_data(tmp_path, sources={}, folder=str(tmp_path), weights={"C": 1.0}))
+
+
+def test_a_source_of_the_folder_may_be_left_out(tmp_path: Path) -> None:
+    """Only where the others have no weight either is nothing left."""
+    write_layout(tmp_path)
+    given = values(tmp_path)
+    given["data"] |= {"sources": {}, "folder": str(tmp_path), "weights": {"CC": 0}}
+    found = find_sources(parse_settings(given))
+    assert [(f.name, f.weight > 0) for f in found] == [("CC", False), ("StarCoder", True)]
+
+    given["data"]["weights"]["StarCoder"] = 0
+    with pytest.raises(ConfigError, match="data.weights is 0 for every source; give one of CC, St"):
+        find_sources(parse_settings(given))
+    entries = [{"name": "CC", "weight": 0}, {"name": "StarCoder", "weight": 0.0}]
+    write_layout(tmp_path, train=entries)
+    with pytest.raises(ConfigError, match=f"the weight in {tmp_path} is 0 for every source"):
+        find_sources(with_data(tmp_path, sources={}, folder=str(tmp_path)))
 
 
 def test_what_the_authors_loader_takes_as_well(tmp_path: Path) -> None:

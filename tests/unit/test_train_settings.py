@@ -170,6 +170,7 @@ def test_wrong_types(key: str, value: Any, message: str) -> None:
         ("stages", [STAGE, {**STAGE, "schedule": "x"}], "stages.1.schedule is 'x'; it must be one"),
         ("stages", [{**STAGE, "weights": {"land": 1}}], "stages.0.weights names 'land', which"),
         ("stages", [{**STAGE, "weights": NOTHING}], "stages.0.weights is 0 for every source"),
+        ("train.peak_flops", 10**400, "; it must be a finite number"),
         ("distill", {"teacher": "x", "weight": 2}, "distill.weight is 2.0; it must be from 0 to 1"),
         ("distill", {"teacher": "x", "temperature": 0}, "distill.temperature is 0.0; it must be"),
         ("distill", {"teacher": "x", "hidden_weight": -1}, "distill.hidden_weight is -1.0; it"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ranks as world
+from layouts import write_layout
 from training import MODELS, values, write_texts
 from yocolm.config import GemmaConfig, LlamaConfig, YocoConfig, parse_config
 from yocolm.errors import CheckpointError, ConfigError
@@ -104,6 +105,27 @@ def test_weights_of_sources_are_merged(tmp_path: Path) -> None:
         {"sea": 0.0, "shore": 1.0},
         {"sea": 2.0, "shore": 1.0},
     ]
+
+
+def test_every_stage_has_a_source_with_a_weight(tmp_path: Path) -> None:
+    """What no stage uses may be 0; the weights of a folder are checked before the first stage."""
+    given = configuration(tmp_path)
+    given["data"]["weights"] = {"sea": 0, "shore": 0}
+    for stage in given["stages"]:
+        stage["weights"] = {"sea": 1}
+    assert plan_stages(parse_settings(given))[2].settings.data.weights == {"sea": 1.0, "shore": 0.0}
+    del given["stages"][1]["weights"]
+    with pytest.raises(ConfigError, match=r"data\.weights is 0 for every source"):
+        parse_settings(given)
+
+    write_layout(tmp_path / "L")
+    given["data"] |= {"sources": {}, "folder": str(tmp_path / "L"), "weights": {"CC": 0}}
+    for stage in given["stages"]:
+        stage["weights"] = None
+    given["stages"][2]["weights"] = {"StarCoder": 0}
+    with pytest.raises(ConfigError, match=r"^stages\.2: data\.weights is 0 for every source; give"):
+        train(parse_settings(given), io.StringIO())
+    assert not (tmp_path / "run" / "stage-0-16").exists()
 
 
 def test_stages_pass_their_weights_on(copied: TrainSettings) -> None:

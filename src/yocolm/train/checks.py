@@ -150,15 +150,20 @@ def _check_length(s: TrainSettings) -> None:
 
 
 def _check_weights(s: TrainSettings) -> None:
-    own = {name: source.weight for name, source in s.data.sources.items()}
-    if own and not any(own.values()) and not s.data.weights:
-        raise ConfigError("data.sources: every weight is 0; give one source a weight above 0")
-    given = {"data.weights": s.data.weights}
-    given |= {f"stages.{i}.weights": stage.weights for i, stage in enumerate(s.stages)}
-    for where, weights in given.items():
+    """Names and sums of weights; those of a folder are checked where its sources are found."""
+    if s.data.folder is not None:
+        return
+    stages = {f"stages.{i}.weights": stage.weights for i, stage in enumerate(s.stages)}
+    common = {"data.weights": s.data.weights}
+    for where, weights in {**common, **stages}.items():
         for name in weights or {}:
-            if s.data.folder is None and name not in s.data.sources:
+            if name not in s.data.sources:
                 raise ConfigError(f"{where} names {name!r}, which is not in data.sources")
-        merged = {**own, **(s.data.weights or {}), **(weights or {})}
-        if merged and not any(merged.values()):
-            raise ConfigError(f"{where} is 0 for every source; give one a weight above 0")
+    own = {name: source.weight for name, source in s.data.sources.items()}
+    for where, weights in (stages or common).items():  # what a run is made of
+        if any({**own, **(s.data.weights or {}), **(weights or {})}.values()):
+            continue
+        if not weights and not s.data.weights:
+            raise ConfigError("data.sources: every weight is 0; give one source a weight above 0")
+        where = where if weights else "data.weights"
+        raise ConfigError(f"{where} is 0 for every source; give one a weight above 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,8 +124,8 @@ class Sampler:
     """
 
     def __init__(self, sources: list[Source], shape: Shape, seed: int) -> None:
-        total = sum(source.weight for source in sources)
-        if not total:
+        weights = [source.weight for source in sources]
+        if not any(weights):
             raise ConfigError("the weights of all sources are 0; give one above 0")
         for source in sources:
             if source.weight and len(source.tokens) < shape.length + 2:
@@ -134,7 +135,9 @@ class Sampler:
                 )
         self.sources, self.shape, self.seed = sources, shape, seed
         self.draws = [0] * len(sources)
-        self.shares = [source.weight / total for source in sources]
+        if math.isinf(sum(weights)):
+            weights = [weight / max(weights) for weight in weights]
+        self.shares = [weight / sum(weights) for weight in weights]
 
     @property
     def bos(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class SourceFiles:
 def find_sources(s: TrainSettings) -> list[SourceFiles]:
     """The sources that the settings name, or those of the authors' folder; in their order.
 
-    Raises ConfigError for a file, a pattern or a source that is not there.
+    Raises ConfigError for a file, a pattern or a source that is not there, and without any weight.
     """
     if s.data.folder is None:
         found = [
@@ -77,7 +78,13 @@ def find_sources(s: TrainSettings) -> list[SourceFiles]:
     for name in weights:
         if name not in names:
             raise ConfigError(f"data.weights names {name!r}; the sources are {', '.join(names)}")
-    return [replace(source, weight=weights.get(source.name, source.weight)) for source in found]
+    found = [replace(source, weight=weights.get(source.name, source.weight)) for source in found]
+    if not any(source.weight for source in found):
+        where = "data.weights" if weights else f"the weight in {s.data.folder}"
+        raise ConfigError(
+            f"{where} is 0 for every source; give one of {', '.join(names)} a weight above 0"
+        )
+    return found
 
 
 def find_validation(s: TrainSettings) -> list[SourceFiles]:
@@ -148,7 +155,7 @@ def _read_list(path: Path) -> list[Any]:
 def _weight(entry: Mapping[str, Any], where: str) -> float:
     value = entry.get("weight", entry.get("count"))
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf"):
+    if not number or not 0 <= value <= sys.float_info.max:  # an int may be above it
         raise ConfigError(f"{where} has the weight {value!r}; it must be a number, at least 0")
     return float(value)
 

@@ -88,6 +88,8 @@ def _number(value: Any, where: str) -> float:
         number = float(value)
     except ValueError:
         raise ConfigError(f"{where} is {value!r}; it must be a number") from None
+    except OverflowError:  # of an int
+        number = math.inf
     if not math.isfinite(number):
         raise ConfigError(f"{where} is {value!r}; it must be a finite number")
     return number

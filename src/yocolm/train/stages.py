@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from yocolm.errors import CheckpointError, ConfigError
 from yocolm.fields import write_json
 from yocolm.models.weights import TRAINING_FILE
+from yocolm.train.data_files import find_sources
 from yocolm.train.data_lock import locked
 from yocolm.train.distributed import Ranks, join_ranks
 from yocolm.train.fingerprint import FREE, check_fingerprint, flat
@@ -186,6 +187,9 @@ def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str
     # The newest finished stage holds all that those before it did.
     first = max((i + 1 for i, figures in enumerate(finished) if figures is not None), default=0)
     figures = finished[first - 1] if first else None
+    with ranks.together():
+        if ranks.main:
+            _check_sources(stages[first:])
     for stage in stages[first:]:
         say(_headline(stage, len(stages)))
         figures = Trainer(stage.settings, out, ranks).run()
@@ -197,6 +201,15 @@ def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str
     assert figures is not None
     say(f"all {len(stages)} stages are finished: {stages[-1].final}")
     return figures
+
+
+def _check_sources(stages: Sequence[Stage]) -> None:
+    """Raise ConfigError for sources and weights of a stage now, not when its turn comes."""
+    for stage in stages:
+        try:
+            find_sources(stage.settings)
+        except ConfigError as error:
+            raise ConfigError(f"stages.{stage.number}: {error}") from None
 
 
 def _headline(stage: Stage, count: int) -> str:
