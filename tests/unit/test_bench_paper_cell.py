@@ -18,7 +18,7 @@ from yocolm.models.activations import activation_bytes
 from yocolm.models.presets import llama_twin, preset
 from yocolm.models.spec import model_spec
 from yocolm.ops.native.library import native
-from yocolm.ops.native.memory import SLAB
+from yocolm.ops.native.memory import HUGE_PAGE, SLAB
 
 YOCO = preset("160M")
 assert isinstance(YOCO, YocoConfig) and isinstance(YOCO.mixer, RetentionConfig)
@@ -83,10 +83,10 @@ def test_parts_of_memory_are_what_the_formulas_say(name: str) -> None:
     assert found["kv"] == pages * spec.page_bytes(64, 2)
     assert found["state"] == 2 * spec.slot_bytes(2)
     expected = activation_bytes(config, CHUNK, threads=1)
-    assert found["activations"] == pytest.approx(expected, rel=0.1)
-    # Of what was packed remains what lies in one slab with embeddings, or with packed weights.
-    assert spec.weight_bytes(2) <= found["weights"] + (1 << 20)
-    assert found["weights"] <= spec.weight_bytes(2) + 2 * SLAB
+    # A huge page is resident as a whole, whoever touched it first.
+    assert abs(found["activations"] - expected) <= 0.1 * expected + HUGE_PAGE
+    assert spec.weight_bytes(2) <= found["weights"] + HUGE_PAGE
+    assert found["weights"] <= spec.weight_bytes(2) + SLAB // 4  # nothing of what was packed
 
 
 def test_times_are_of_all_sequences_and_errors_are_said() -> None:
