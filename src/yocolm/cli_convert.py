@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from yocolm.errors import ConfigError
+from yocolm.errors import ConfigError, writing
 from yocolm.models.authors import Conversion, convert
 from yocolm.models.conversion import YocoShape, convert_to_yoco
 from yocolm.models.gguf import SUFFIX, convert_gguf
 from yocolm.models.registry import DTYPES
+from yocolm.models.tensor_files import REMEDY
 
 _SHAPE = ("mixer", "window", "self_layers", "kv_layer", "seed")
 
@@ -46,7 +47,8 @@ def _gguf_to_yoco(
 ) -> Conversion:
     """By a folder that is needed no longer than this takes."""
     parent = destination.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".gguf-") as folder:
-        convert_gguf(source, folder)  # in float32: weights are rounded once, at the end
-        return convert_to_yoco(folder, destination, shape, dtype)
+    with writing(f"a model to {destination}", REMEDY):
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".gguf-") as folder:
+            convert_gguf(source, folder)  # in float32: weights are rounded once, at the end
+            return convert_to_yoco(folder, destination, shape, dtype)

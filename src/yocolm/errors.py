@@ -10,6 +10,13 @@
 Each message names the offending value, the limit it broke and the remedy.
 """
 
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class YocolmError(Exception):
     """Base of every error that yocolm raises for its users."""
@@ -33,3 +40,28 @@ class NumericsError(YocolmError, RuntimeError):
 
 class MissingDependencyError(YocolmError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+@contextmanager
+def writing(what: object, remedy: str, kind: type[YocolmError] = CheckpointError) -> Iterator[None]:
+    """While ``what`` is written, errors of the file system become a ``kind`` that names it.
+
+    Those of safetensors and tokenizers are no OSErrors: they tell of the system's in their text.
+    """
+    try:
+        yield
+    except YocolmError:
+        raise
+    except Exception as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise kind(f"cannot write {what}: {reason}; {remedy}") from error
+
+
+def _reason(error: Exception) -> str | None:
+    """What the file system says; None for an error of another kind."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else os.strerror(int(found.group(1)))

@@ -25,11 +25,11 @@ from yocolm.config import (
     WindowConfig,
     YocoConfig,
 )
-from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError
+from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError, writing
 from yocolm.fields import Fields, parse_integer, read_json, write_json
 from yocolm.models.layouts import weight_layout
 from yocolm.models.presets import BOS_ID, CL100K_VOCAB_SIZE, EOS_ID, PAD_ID
-from yocolm.models.tensor_files import write_tensors
+from yocolm.models.tensor_files import REMEDY, write_tensors
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     check_tensors,
@@ -215,10 +215,12 @@ def convert(
     pieces = [
         (name, _bytes(tensor, dtype), partial(_cast, tensor, dtype)) for name, tensor in tensors
     ]
-    dst.mkdir(parents=True, exist_ok=True)
-    write_tensors(dst, pieces, max_shard_bytes)
-    write_configs(dst, config, dtype or state["model.embeddings.weight"].dtype)
-    return Conversion(config, len(parts), _convert_tokenizer(src, dst, config))
+    with writing(f"a model to {dst}", REMEDY):
+        dst.mkdir(parents=True, exist_ok=True)
+        write_tensors(dst, pieces, max_shard_bytes)
+        write_configs(dst, config, dtype or state["model.embeddings.weight"].dtype)
+        missing = _convert_tokenizer(src, dst, config)
+    return Conversion(config, len(parts), missing)
 
 
 def _convert_tokenizer(src: Path, dst: Path, config: YocoConfig) -> str | None:

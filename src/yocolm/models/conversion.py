@@ -37,7 +37,7 @@ from yocolm.config import (
     WindowConfig,
     YocoConfig,
 )
-from yocolm.errors import CheckpointError, ConfigError
+from yocolm.errors import CheckpointError, ConfigError, writing
 from yocolm.models.authors import Conversion
 from yocolm.models.layouts import weight_layout
 from yocolm.models.registry import (
@@ -49,7 +49,14 @@ from yocolm.models.registry import (
     parse_dtype,
     resolve,
 )
-from yocolm.models.tensor_files import INDEX_FILE, Piece, TensorFiles, open_folder, write_tensors
+from yocolm.models.tensor_files import (
+    INDEX_FILE,
+    REMEDY,
+    Piece,
+    TensorFiles,
+    open_folder,
+    write_tensors,
+)
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     TRAINING_FILE,
@@ -160,7 +167,7 @@ def convert_to_yoco(
         dtype: of the written weights; None: the one that ``src`` was saved in.
 
     Raises ConfigError as `yoco_config` does, and for a ``src`` of another architecture;
-    CheckpointError for weights that are missing or do not fit.
+    CheckpointError for weights that are missing or do not fit, and where none can be written.
     """
     shape = YocoShape() if shape is None else shape
     source = resolve(src)
@@ -174,10 +181,12 @@ def convert_to_yoco(
     weights = _Transformer(folder, llama)
     dtype = parse_dtype("auto" if dtype is None else dtype, source)
     pieces = _pieces(config, dict(_tensors(config, weights, layers, shape.seed)), dtype)
-    target.mkdir(parents=True, exist_ok=True)
-    write_tensors(target, pieces, max_shard_bytes)
-    write_configs(target, config, dtype, load_generation_config(source))
-    _copy_text_files(folder, target)
+    generation = load_generation_config(source)
+    with writing(f"a model to {target}", REMEDY):
+        target.mkdir(parents=True, exist_ok=True)
+        write_tensors(target, pieces, max_shard_bytes)
+        write_configs(target, config, dtype, generation)
+        _copy_text_files(folder, target)
     missing = None if (target / TOKENIZER_FILE).exists() else f"{folder} has no {TOKENIZER_FILE}"
     return Conversion(config, len(pieces), missing)
 

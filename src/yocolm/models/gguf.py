@@ -10,11 +10,17 @@ from typing import Any
 import torch
 
 from yocolm.config import LlamaConfig, parse_config
-from yocolm.errors import CheckpointError, ConfigError, MissingDependencyError, YocolmError
+from yocolm.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingDependencyError,
+    YocolmError,
+    writing,
+)
 from yocolm.fields import read_json, write_json
 from yocolm.models.authors import Conversion
 from yocolm.models.layouts import weight_layout
-from yocolm.models.tensor_files import write_tensors
+from yocolm.models.tensor_files import REMEDY, write_tensors
 from yocolm.models.weights import (
     DEFAULT_SHARD_BYTES,
     check_tensors,
@@ -46,13 +52,14 @@ def convert_gguf(src: str | Path, dst: str | Path, dtype: torch.dtype | None = N
     state = model.state_dict()  # transformers itself would not save what was quantised
     check_tensors(config, {name: tuple(state[name].shape) for name in state}, str(src))
     names = [part.name for parts in weight_layout(config).values() for part in parts]
-    dst.mkdir(parents=True, exist_ok=True)
     pieces = [(name, state[name].nbytes, state[name].contiguous) for name in names]
-    write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
-    write_configs(dst, config, model.dtype)
-    drop_text_files(dst)
-    tokenizer.save_pretrained(dst)
-    _drop_foreign_tokens(dst, config.vocab_size)
+    with writing(f"a model to {dst}", REMEDY):
+        dst.mkdir(parents=True, exist_ok=True)
+        write_tensors(dst, pieces, DEFAULT_SHARD_BYTES)
+        write_configs(dst, config, model.dtype)
+        drop_text_files(dst)
+        tokenizer.save_pretrained(dst)
+        _drop_foreign_tokens(dst, config.vocab_size)
     return Conversion(config, len(names), None)
 
 

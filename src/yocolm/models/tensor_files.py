@@ -17,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from yocolm.errors import CheckpointError
+from yocolm.errors import CheckpointError, writing
 from yocolm.fields import read_json, write_json
 from yocolm.models.layouts import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+REMEDY = "make room there, or write to another folder"
 _PIECE_BYTES = 64 * 2**20  # at most, and at most a 32nd of all
 _DTYPES = {
     "F64": torch.float64,
@@ -147,7 +148,10 @@ def open_folder(folder: Path) -> TensorFiles:
 
 
 def write_tensors(folder: Path, pieces: Sequence[Piece], max_shard_bytes: int) -> None:
-    """Writes tensors as one safetensors file or as indexed shards, one of them in memory."""
+    """Writes tensors as one safetensors file or as indexed shards, one of them in memory.
+
+    Raises CheckpointError, leaving what was there before, where the file system takes them not.
+    """
     shards: list[list[tuple[str, Callable[[], Tensor]]]] = []
     room = 0
     for name, size, get in pieces:
@@ -161,20 +165,32 @@ def write_tensors(folder: Path, pieces: Sequence[Piece], max_shard_bytes: int) -
         names = [
             f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 1 + len(shards))
         ]
-    for file, shard in zip(names, shards, strict=True):
-        tensors = {name: get() for name, get in shard}
-        save_file(tensors, _partial(folder / file), metadata={"format": "pt"})
-    # Only now, with everything on the disk: an earlier save's files would be read back.
+    try:
+        for file, shard in zip(names, shards, strict=True):
+            tensors = {name: get() for name, get in shard}
+            with writing(folder / file, REMEDY):
+                save_file(tensors, _partial(folder / file), metadata={"format": "pt"})
+        # Only now, with everything on the disk: an earlier save's files would be read back.
+        with writing(f"the weights to {folder}", REMEDY):
+            _rename(folder, names)
+    finally:
+        for file in names:
+            _partial(folder / file).unlink(missing_ok=True)
+    if len(shards) > 1:
+        total = sum(size for _, size, _ in pieces)
+        files = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        with writing(folder / INDEX_FILE, REMEDY):
+            write_json(folder / INDEX_FILE, index)
+
+
+def _rename(folder: Path, names: Sequence[str]) -> None:
+    """Put the new files, complete by now, in place of an earlier save's."""
     for stale in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_FILE):
         stale.unlink(missing_ok=True)
     (folder / INDEX_FILE).unlink(missing_ok=True)
     for file in names:
         os.replace(_partial(folder / file), folder / file)
-    if len(shards) > 1:
-        total = sum(size for _, size, _ in pieces)
-        files = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        write_json(folder / INDEX_FILE, index)
 
 
 def listing(names: Iterable[str], limit: int = 8) -> str:

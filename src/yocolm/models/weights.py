@@ -17,12 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from yocolm.config import GemmaConfig, ModelConfig
-from yocolm.errors import CheckpointError
+from yocolm.errors import CheckpointError, writing
 from yocolm.fields import write_json
 from yocolm.models.gemma import LookupTable
 from yocolm.models.layouts import Shape, redundant_names, weight_layout
 from yocolm.models.multimodal import Spelling
-from yocolm.models.tensor_files import Piece, TensorFiles, listing, open_folder, write_tensors
+from yocolm.models.tensor_files import (
+    REMEDY,
+    Piece,
+    TensorFiles,
+    listing,
+    open_folder,
+    write_tensors,
+)
 from yocolm.tokenizer import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -182,6 +189,8 @@ def save_weights(
     Args:
         config: taken from `model.config` when absent.
         generation_config: entries to add to the token ids in generation_config.json.
+
+    Raises CheckpointError where the file system does not take them.
     """
     if config is None:
         config = getattr(model, "config", None)
@@ -196,9 +205,10 @@ def save_weights(
             for part, tensor in zip(parts, tensors, strict=True)
         )
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    write_tensors(target, pieces, max_shard_bytes)
-    write_configs(target, config, dtype, generation_config)
+    with writing(f"a model to {target}", REMEDY):
+        target.mkdir(parents=True, exist_ok=True)
+        write_tensors(target, pieces, max_shard_bytes)
+        write_configs(target, config, dtype, generation_config)
 
 
 def write_configs(

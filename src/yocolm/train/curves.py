@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from yocolm.errors import ConfigError, MissingDependencyError
+from yocolm.errors import ConfigError, MissingDependencyError, writing
 from yocolm.train.settings import TrainSettings
 
 
@@ -33,7 +34,7 @@ def open_curves(s: TrainSettings) -> list[Opener]:
     if s.train.tensorboard:
         writer = _summary_writer()
         folder = str(Path(s.output_dir) / "tensorboard")
-        openers.append(lambda step: _TensorBoard(writer(folder, purge_step=step + 1)))
+        openers.append(lambda step: _TensorBoard(writer, folder, step))
     if s.train.wandb is not None:
         module, project = _wandb_module(), s.train.wandb
         openers.append(lambda step: _WandB(module, s, project))
@@ -41,15 +42,25 @@ def open_curves(s: TrainSettings) -> list[Opener]:
 
 
 class _TensorBoard:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    """Raises ConfigError where the file system does not take the curves."""
+
+    def __init__(self, writer: Callable[..., Any], folder: str, step: int) -> None:
+        self._folder = folder
+        with self._writing():
+            self._writer = writer(folder, purge_step=step + 1)
 
     def add(self, figures: Mapping[str, float], step: int) -> None:
-        for tag, value in figures.items():
-            self._writer.add_scalar(tag, value, step)
+        with self._writing():
+            for tag, value in figures.items():
+                self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing():
+            self._writer.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = "make room there, or set train.tensorboard to false"
+        return writing(f"curves to {self._folder}", remedy, ConfigError)
 
 
 class _WandB:

@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from yocolm.errors import ConfigError
+from yocolm.errors import ConfigError, writing
 from yocolm.fields import write_json
 from yocolm.tokenizer import JsonTokenizer
 from yocolm.train.data_files import (
@@ -100,8 +100,13 @@ class TokenCache:
     def load(self, sources: Sequence[SourceFiles]) -> list[Cached]:
         """Tokenise what is not in the cache yet, and open all of it.
 
-        Files that another process works on come last, and are waited for.
+        Files that another process works on come last, and are waited for. Raises ConfigError for
+        texts that cannot be read, and where the file system does not take their tokens.
         """
+        with writing_cache(self.folder):
+            return self._load(sources)
+
+    def _load(self, sources: Sequence[SourceFiles]) -> list[Cached]:
         self.folder.mkdir(parents=True, exist_ok=True)
         digests: dict[Path, str] = {}
         for wait in (False, True):
@@ -200,6 +205,12 @@ class TokenCache:
         return before + after == together
 
 
+def writing_cache(folder: Path) -> AbstractContextManager[None]:
+    """Errors of the file system become a ConfigError that names ``folder`` and the setting."""
+    remedy = "make room there, or name another folder as data.cache_dir"
+    return writing(f"the tokens of the texts to {folder}", remedy, ConfigError)
+
+
 class _Piece(NamedTuple):
     text: str
     part: int  # index into PARTS
@@ -220,8 +231,10 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self.files.values():
-            with file:
+        with ExitStack() as stack:  # each is closed, even if one cannot be written
+            for file in self.files.values():
+                stack.enter_context(file)
+            for file in self.files.values():
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -319,8 +332,11 @@ def _digest(file: Path, folder: Path, wait: bool) -> str | None:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from None
         if now - max(mark[1:3]) > SETTLED_NS:
             partial = note.with_name(f".{note.stem}.{uuid.uuid4().hex}.json")
-            write_json(partial, {"mark": mark, "sha256": digest.hexdigest()})
-            partial.replace(note)
+            try:
+                write_json(partial, {"mark": mark, "sha256": digest.hexdigest()})
+                partial.replace(note)
+            finally:
+                partial.unlink(missing_ok=True)
     return digest.hexdigest()
 
 

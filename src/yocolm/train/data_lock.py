@@ -38,9 +38,11 @@ def locked(path: Path, wait: bool = True) -> Iterator[Lock]:
             lock = _take(descriptor, wait)
             if lock.alone and not _same_file(descriptor, path):
                 continue  # its holder has removed it meanwhile
-            yield lock
-            if lock.alone:
-                path.unlink(missing_ok=True)
+            try:
+                yield lock
+            finally:
+                if lock.alone:
+                    path.unlink(missing_ok=True)
             return
         finally:
             os.close(descriptor)

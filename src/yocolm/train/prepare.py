@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from tokenizers import Tokenizer
@@ -11,7 +12,7 @@ from torch import nn
 
 from yocolm.chat import CONFIG_FILES, TEMPLATE_FILE, TEMPLATE_FOLDERS
 from yocolm.config import GemmaConfig, ModelConfig, parse_config
-from yocolm.errors import ConfigError
+from yocolm.errors import ConfigError, writing
 from yocolm.models.registry import ModelSource, build_model, load_config, load_model, resolve
 from yocolm.tokenizer import SPECIAL_TOKENS_FILE, TOKENIZER_FILE, read_tokenizer
 from yocolm.train.context import with_context
@@ -42,7 +43,10 @@ def prepare_device(s: TrainSettings, ranks: Ranks) -> torch.device:
 
 
 def prepare_folders(s: TrainSettings) -> None:
-    """Make the folders that a training writes to. Raises ConfigError naming the setting."""
+    """Make the folders that a training writes to.
+
+    Raises ConfigError, naming the setting, for one that cannot be made or written to.
+    """
     for name, folder in (("output_dir", s.output_dir), ("data.cache_dir", s.data.cache_dir)):
         if folder is None:
             continue
@@ -53,6 +57,9 @@ def prepare_folders(s: TrainSettings) -> None:
                 f"{name} is {folder!r}, which cannot be made: {error.strerror}; name a folder "
                 "that may be written to"
             ) from None
+        remedy = f"name a folder that may be written to as {name}"
+        with writing(f"to {name} {folder!r}", remedy, ConfigError), TemporaryFile(dir=folder):
+            pass
 
 
 def prepare_tokenizer(s: TrainSettings) -> Tokenizer:

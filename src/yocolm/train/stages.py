@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from yocolm.errors import CheckpointError, ConfigError
+from yocolm.errors import CheckpointError, ConfigError, writing
 from yocolm.fields import write_json
 from yocolm.models.weights import TRAINING_FILE
 from yocolm.train.data_files import find_sources
@@ -195,9 +195,11 @@ def train_stages(s: TrainSettings, out: TextIO | None, ranks: Ranks) -> dict[str
         figures = Trainer(stage.settings, out, ranks).run()
         with ranks.together():  # the others wait for the model that they go on from
             if ranks.main:
-                if stage is stages[-1]:
-                    _record_stages(s, stages, figures)
-                stage.finish(stages[: stage.number], figures)
+                remedy = "make room there and run the same again to finish the stage"
+                with writing(f"what ends stages.{stage.number} to {s.output_dir}", remedy):
+                    if stage is stages[-1]:
+                        _record_stages(s, stages, figures)
+                    stage.finish(stages[: stage.number], figures)
     assert figures is not None
     say(f"all {len(stages)} stages are finished: {stages[-1].final}")
     return figures

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from yocolm.errors import ConfigError, writing
 from yocolm.tokenizer import read_tokenizer
 from yocolm.train.data_lock import locked
 
@@ -20,14 +21,17 @@ def train_tokenizer(
     """Train a lossless byte-level BPE on ``texts`` and write it to ``path``.
 
     It has at most ``vocab_size`` tokens: ``separator``, the 256 bytes, and merges. Of several
-    processes that ask for ``path`` at once one trains, and the others read what it wrote.
+    processes that ask for ``path`` at once one trains, and the others read what it wrote. Raises
+    ConfigError where it cannot be written, leaving nothing behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.stat().st_mtime_ns if path.exists() else None
-    with locked(path.with_name(f".{path.name}.lock")):
-        if path.exists() and path.stat().st_mtime_ns != before:
-            return read_tokenizer(path)
-        return _train(texts, vocab_size, path, separator)
+    remedy = "make room there, or name another tokenizer.path"
+    with writing(f"the tokenizer to {path}", remedy, ConfigError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.stat().st_mtime_ns if path.exists() else None
+        with locked(path.with_name(f".{path.name}.lock")):
+            if path.exists() and path.stat().st_mtime_ns != before:
+                return read_tokenizer(path)
+            return _train(texts, vocab_size, path, separator)
 
 
 def _train(texts: Iterable[str], vocab_size: int, path: Path, separator: str) -> Tokenizer:
@@ -42,6 +46,9 @@ def _train(texts: Iterable[str], vocab_size: int, path: Path, separator: str) ->
     )
     tokenizer.train_from_iterator(texts, trainer)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    tokenizer.save(str(partial))
-    partial.replace(path)
+    try:
+        tokenizer.save(str(partial))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return tokenizer

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from yocolm.errors import ConfigError, NumericsError
+from yocolm.errors import ConfigError, NumericsError, writing
 from yocolm.fields import write_json
 from yocolm.models.registry import build_model, load_generation_config
 from yocolm.models.weights import TRAINING_FILE, save_weights
@@ -37,6 +37,7 @@ from yocolm.train.checkpoint import (
     training_tensors,
 )
 from yocolm.train.data import build_data, cache_folder
+from yocolm.train.data_cache import writing_cache
 from yocolm.train.data_lock import has_locks
 from yocolm.train.distill import training_loss
 from yocolm.train.distributed import (
@@ -243,9 +244,12 @@ class Trainer:
         The first rank writes, and the others wait for it.
         """
         model = self._whole_model()
+        remedy = "make room there and run the same again: no step of the training is lost"
         with self.ranks.together():
             if model is not None:
-                self._write(model, folder, figures)
+                with writing(f"the model to {folder}", remedy):
+                    self._write(model, folder, figures)
+                self.progress.say(f"wrote {folder}")
 
     def _write(self, model: nn.Module, folder: Path, figures: dict[str, float]) -> None:
         save_weights(model, folder, generation_config=self.generation)
@@ -257,7 +261,6 @@ class Trainer:
             (folder / name).write_bytes(content)
         if TOKENIZER_CONFIG_FILE not in self.inherited:
             write_json(folder / TOKENIZER_CONFIG_FILE, self._tokenizer_config())
-        self.progress.say(f"wrote {folder}")
 
     def _whole_model(self) -> nn.Module | None:
         """A copy of the model on the CPU, as it is exported; on the first rank alone."""
@@ -335,7 +338,7 @@ class Trainer:
         """
         self.tokenizer = self.ranks.main_first(lambda: prepare_tokenizer(self.s))
         cache, found = cache_folder(self.s), []
-        with self.ranks.together():
+        with self.ranks.together(), writing_cache(cache):
             locks = has_locks(cache)
         [with_locks] = self.ranks.sum([float(locks)])
         if with_locks == self.ranks.size:
