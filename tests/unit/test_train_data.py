@@ -159,6 +159,8 @@ def test_a_source_that_is_too_short_is_named() -> None:
     Sampler([source(tokens=LENGTH + 2)], SHAPE, 0)
     with pytest.raises(ConfigError, match="source 'a' has 9 tokens; sequence_length 8 needs"):
         Sampler([source(tokens=LENGTH + 1)], SHAPE, 0)
+    with pytest.raises(ConfigError, match=r"0 tokens beside what data.validation_split 0.9999 hol"):
+        Sampler([source(tokens=0)], SHAPE, 0, 0.9999)
 
 
 def test_bos_takes_the_place_of_the_first_input() -> None:

@@ -18,6 +18,7 @@ from yocolm.train.data_files import (
     find_sources,
     find_validation,
     is_held_out,
+    kind,
     read_documents,
     read_layout,
     training_documents,
@@ -145,6 +146,28 @@ def test_every_record_is_a_document(tmp_path: Path) -> None:
     assert list(read_documents(path, ("body",))) == records
 
 
+def test_a_byte_order_mark_is_no_part_of_a_record(tmp_path: Path) -> None:
+    """Of a file, and of one that was appended; bytes are counted with it."""
+    path = tmp_path / "a.jsonl"
+    record = b'\xef\xbb\xbf{"text": "one"}\n'
+    path.write_bytes(2 * record + b"\xef\xbb\xbf")
+    assert list(read_documents(path, TEXT)) == ["one", "one"]
+    path.write_bytes(record + b"\xef\xbb\xbf\xe9")
+    with pytest.raises(ConfigError, match=f"a.jsonl is not UTF-8 at byte {len(record) + 3}"):
+        list(read_documents(path, TEXT))
+
+
+def test_names_in_capitals(tmp_path: Path) -> None:
+    path = tmp_path / "A.JSONL"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(read_documents(path, TEXT)) == ["one", "two"]
+    assert [kind(Path(name)) for name in ("a.Parquet", "b.TXT", "jsonl")] == [
+        "parquet",
+        "text",
+        "text",
+    ]
+
+
 def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n{"text": "\xe9"}\n')
@@ -192,6 +215,40 @@ def test_parquet(tmp_path: Path) -> None:
     path.write_text("no parquet")
     with pytest.raises(ConfigError, match=r"a\[1\].parquet is no parquet file"):
         list(read_documents(path, TEXT))
+
+
+def test_parquet_with_nothing_in_it(tmp_path: Path) -> None:
+    """No rows, or a first group without any."""
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    path = tmp_path / "A.PARQUET"
+    table = arrow.table({"text": ["a", "b"]})
+    parquet.write_table(table.slice(0, 0), path)
+    assert list(read_documents(path, TEXT)) == []
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table.slice(0, 0))
+        writer.write_table(table)
+    assert list(read_documents(path, TEXT)) == ["a", "b"]
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    text = arrow.array(["a"])
+    parquet.write_table(arrow.Table.from_arrays([text, text], names=["text", "text"]), path)
+    with pytest.raises(ConfigError, match=r"a.parquet has more than one column 'text'; rename"):
+        list(read_documents(path, TEXT))
+    for features in ({"text": {"_type": "Smell"}}, [], {"text": 3}):
+        about = json.dumps({"info": {"features": features}})
+        table = arrow.table({"text": text}).replace_schema_metadata({"huggingface": about})
+        parquet.write_table(table, path)
+        with pytest.raises(ConfigError, match=r"datasets cannot read .*a.parquet: .*; write it an"):
+            list(read_documents(path, TEXT))
 
 
 def test_parquet_needs_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,15 +123,21 @@ class Sampler:
     through.
     """
 
-    def __init__(self, sources: list[Source], shape: Shape, seed: int) -> None:
+    def __init__(
+        self, sources: list[Source], shape: Shape, seed: int, held_out: float = 0.0
+    ) -> None:
+        """``held_out`` is the share of the documents that sources lack, for errors."""
         weights = [source.weight for source in sources]
         if not any(weights):
             raise ConfigError("the weights of all sources are 0; give one above 0")
         for source in sources:
             if source.weight and len(source.tokens) < shape.length + 2:
+                beside = f" beside what data.validation_split {held_out} holds out"
                 raise ConfigError(
-                    f"source {source.name!r} has {len(source.tokens)} tokens; sequence_length "
-                    f"{shape.length} needs at least {shape.length + 2}"
+                    f"source {source.name!r} has {len(source.tokens)} tokens"
+                    f"{beside if held_out else ''}; sequence_length {shape.length} needs at least "
+                    f"{shape.length + 2}: {'lower one of them' if held_out else 'lower it'}, or "
+                    "add texts"
                 )
         self.sources, self.shape, self.seed = sources, shape, seed
         self.draws = [0] * len(sources)
@@ -245,7 +251,7 @@ def build_data(s: TrainSettings, tokenizer: Tokenizer, cache: Path) -> tuple[Sam
         Source(c.source.name, c.training, c.source.weight, c.digest, c.source.whole_documents)
         for c in found
     ]
-    sampler = Sampler(sources, shape, s.seed)
+    sampler = Sampler(sources, shape, s.seed, share)
     if share:
         text = joined(c.held_out for c in found)
         if not text.num_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -17,6 +18,7 @@ from yocolm.train.settings import TrainSettings
 PROMPT, COMPLETION = "prompt", "completion"  # fields of a record of which one is learnt alone
 LINES = "raw_content_lines"  # a text as a list of its lines
 AUTHORS_FIELDS = ("content", LINES)  # what their loader takes where "text" is absent
+PARQUET_ROWS = 1000  # of a parquet file in memory at once
 TRAIN, VALID = "train", "valid"  # splits of the authors' layout
 
 
@@ -173,8 +175,8 @@ def _shards(folder: Path, names: Any, where: str) -> list[Path]:
 
 
 def kind(path: Path) -> str:
-    """How a file is read."""
-    return {".jsonl": "records", ".parquet": "parquet"}.get(path.suffix, "text")
+    """How a file is read, by the end of its name in whatever case."""
+    return {".jsonl": "records", ".parquet": "parquet"}.get(path.suffix.lower(), "text")
 
 
 def read_documents(path: Path, fields: Sequence[str]) -> Iterator[Document]:
@@ -206,7 +208,8 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Document]:
     offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):  # of bytes: text may hold other line separators
-            text = _decode(path, line, offset)
+            content = line.removeprefix(codecs.BOM_UTF8)  # of a file, or of one behind another
+            text = _decode(path, content, offset + len(line) - len(content))
             offset += len(line)
             if not text.strip():
                 continue
@@ -228,7 +231,8 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Document]:
         ) from error
     try:
         columns = pyarrow.parquet.read_schema(path).names
-    except pyarrow.ArrowInvalid as error:
+        num_rows = pyarrow.parquet.read_metadata(path).num_rows
+    except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} is no parquet file: {error}") from None
     chosen = [field for field in fields if field in columns]
     if PROMPT in columns and COMPLETION in columns:
@@ -238,12 +242,21 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Document]:
             f"{path} has the columns {', '.join(columns)}, and none of {', '.join(fields)}; "
             "name the one that holds the text as data.text_field"
         )
+    if twice := [field for field in chosen if columns.count(field) > 1]:
+        raise ConfigError(f"{path} has more than one column {twice[0]!r}; rename all but one")
     pattern = glob.escape(str(path.absolute()))
-    rows = datasets.load_dataset(
-        "parquet", data_files=pattern, split="train", streaming=True, columns=chosen
-    )
-    for number, row in enumerate(rows):
-        yield _document(row, fields, f"{path}, row {number}, is no record")
+    # Batches are as large as the first group of rows otherwise, which may be empty.
+    options = {"split": "train", "streaming": True, "columns": chosen, "batch_size": PARQUET_ROWS}
+    try:
+        rows = iter(datasets.load_dataset("parquet", data_files=pattern, **options))
+        for number in range(num_rows):
+            row = next(rows)
+            yield _document(row, fields, f"{path}, row {number}, is no record")
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"datasets cannot read {path}: {reason}; write it anew") from error
 
 
 def _document(record: Any, fields: Sequence[str], where: str) -> Document:
