@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from training import trainer
 from yocolm.errors import CheckpointError
 from yocolm.train.checkpoint import (
     KEYS,
@@ -91,6 +92,15 @@ def test_a_checkpoint_cut_off_is_never_picked_up(
     assert any(name.endswith(".partial") for name in names_in(tmp_path))
     save(tmp_path, 9)
     assert names_in(tmp_path) == ["step-0000009"], "what was left behind is cleared away"
+
+
+def test_what_is_left_of_an_old_checkpoint_goes_at_the_next_start(tmp_path: Path) -> None:
+    """Even if that training never saves again."""
+    for name in (".step-0000003.old.partial", ".step-0000006.partial"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "x").write_bytes(b"x")
+    trainer(tmp_path)
+    assert [name for name in names_in(tmp_path / "run") if "step" in name] == []
 
 
 @pytest.mark.parametrize("moment", ["torch.save", "pathlib.Path.mkdir", "os.fsync", "json.dumps"])

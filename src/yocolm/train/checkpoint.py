@@ -140,8 +140,7 @@ def save_checkpoint(
     partial = folder / f".{target.name}.partial"
     with ranks.together(), _named(partial):
         if ranks.main:
-            for stale in folder.glob(".step-*.partial"):
-                shutil.rmtree(stale)
+            drop_partial(folder)
             partial.mkdir(parents=True)
     writer = FileSystemWriter(partial, sync_files=True)
     with warnings.catch_warnings():
@@ -188,6 +187,12 @@ def _not_written(partial: Path, reason: object) -> CheckpointError:
         f"cannot write a checkpoint to {partial}: {reason}; make room there and run the "
         "same again to go on from the checkpoint before it"
     )
+
+
+def drop_partial(folder: Path) -> None:
+    """Remove what killed processes left half-written or half-removed."""
+    for stale in folder.glob(".step-*.partial"):
+        shutil.rmtree(stale)
 
 
 def _drop(folder: Path) -> None:

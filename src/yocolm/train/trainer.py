@@ -30,6 +30,7 @@ from yocolm.models.registry import build_model, load_generation_config
 from yocolm.models.weights import TRAINING_FILE, save_weights
 from yocolm.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from yocolm.train.checkpoint import (
+    drop_partial,
     latest,
     load_tensors,
     read_values,
@@ -298,6 +299,9 @@ class Trainer:
         save_checkpoint(self.folder, tensors, values, self.s.train.keep, self.ranks)
 
     def _resume(self) -> None:
+        with self.ranks.together():
+            if self.ranks.main:
+                drop_partial(self.folder)
         path = self.ranks.from_main(latest(self.folder) if self.ranks.main else None)
         if path is None:
             return
