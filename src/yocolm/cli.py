@@ -7,6 +7,7 @@ it needs when it runs (`cli_*.py`). docs/cli.md is generated from this parser.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -36,6 +37,13 @@ from yocolm.server import settings
 # in two caches. Batches of all sizes fill them with a gigabyte; with 64 nothing is slower.
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
+# For errors of the file system that nobody below knew more of.
+_REMEDIES = {
+    errno.ENOSPC: "; make room on that disk, or write to another",
+    errno.EDQUOT: "; make room within your quota, or write to another disk",
+    errno.EROFS: "; name a place that may be written to",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (an error, said in one line) or 130 (Ctrl-C).
@@ -55,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except (YocolmError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        remedy = _REMEDIES.get(error.errno, "") if isinstance(error, OSError) else ""
+        print("error:", " ".join(f"{error}{remedy}".split()), file=sys.stderr)
         return 1
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from references import DATA
 from training import settings, trainer, values, write_texts
+from yocolm import cli_info
 from yocolm.cli import main
 from yocolm.errors import CheckpointError, ConfigError, writing
 from yocolm.models import tensor_files
@@ -79,6 +80,18 @@ def test_a_conversion_to_where_no_folder_can_be(capsys: pytest.CaptureFixture[st
     assert main(["convert", "--to", "yoco", source, str(NO_FOLDERS / "x")]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: cannot write a model to /proc/x: No such file or directory; ")
+
+
+def test_an_error_that_no_command_expects_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "there/x")
+
+    monkeypatch.setattr(cli_info, "run", run)
+    assert main(["info", "bundled"]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and "'there/x'; name a place that may be written to" in line
 
 
 def test_a_final_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
