@@ -13,8 +13,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from yocolm.errors import CheckpointError
+from yocolm.errors import CheckpointError, writing
 from yocolm.train.distributed import Ranks
 
 Tensors = dict[str, Tensor]
@@ -34,6 +33,7 @@ Tensors = dict[str, Tensor]
 _VALUES = "trainer.json"
 _METADATA = ".metadata"
 _OLD_STATE = "trainer.pt"  # of versions that trained in one process only
+_REMEDY = "make room there and run the same again to go on from the checkpoint before it"
 _NAME = re.compile(r"step-(\d+)")
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 KEYS = frozenset({"step", "fingerprint", "device", "ranks", "sampler"})
@@ -138,7 +138,8 @@ def save_checkpoint(
     assert values.keys() == KEYS
     target = folder / f"step-{values['step']:07d}"
     partial = folder / f".{target.name}.partial"
-    with ranks.together(), _named(partial):
+    what = f"a checkpoint to {partial}"
+    with ranks.together(), writing(what, _REMEDY):
         if ranks.main:
             drop_partial(folder)
             partial.mkdir(parents=True)
@@ -154,8 +155,8 @@ def save_checkpoint(
             )
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            raise _not_written(partial, reason) from error
-    with ranks.together(), _named(partial):
+            raise CheckpointError(f"cannot write {what}: {reason}; {_REMEDY}") from error
+    with ranks.together(), writing(what, _REMEDY):
         if ranks.main:
             _commit(partial, target, values)
             for _, old in _steps(folder)[:-keep]:
@@ -171,22 +172,6 @@ def _commit(partial: Path, target: Path, values: Mapping[str, Any]) -> None:
         _drop(target)
     partial.rename(target)
     _sync(target.parent)
-
-
-@contextmanager
-def _named(partial: Path) -> Iterator[None]:
-    """Errors of the file system say what could not be written, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise _not_written(partial, error) from error
-
-
-def _not_written(partial: Path, reason: object) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write a checkpoint to {partial}: {reason}; make room there and run the "
-        "same again to go on from the checkpoint before it"
-    )
 
 
 def drop_partial(folder: Path) -> None:
