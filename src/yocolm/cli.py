@@ -38,7 +38,7 @@ from yocolm.server import settings
 _CODE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 # For errors of the file system that nobody below knew more of.
-_REMEDIES = {
+_REMEDIES: dict[int | None, str] = {
     errno.ENOSPC: "; make room on that disk, or write to another",
     errno.EDQUOT: "; make room within your quota, or write to another disk",
     errno.EROFS: "; name a place that may be written to",
