@@ -160,11 +160,14 @@ def plot(results: dict[tuple[str, str], list[float]], path: Path) -> None:
         (line,) = axes.plot(*zip(*means, strict=True), label=kind)
         axes.plot(*zip(*points, strict=True), "o", color=line.get_color(), markersize=4)
     axes.set_xscale("log")
+    counts = [parameters("yoco-gret", size, size.mlp) for size in SIZES]
+    axes.set_xticks(counts, [f"{count / 1e6:.2f}M" for count in counts])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("parameters beside the embeddings")
     axes.set_ylabel(f"validation loss after {STEPS * BATCH * SEQUENCE:,} tokens")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
