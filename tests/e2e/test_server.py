@@ -179,7 +179,7 @@ def test_embeddings(client: openai.OpenAI) -> None:
 def test_tokens_there_and_back(server: LiveServer) -> None:
     status, answer = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True})
     assert status == 200 and answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-    assert answer["max_model_len"] == 2048
+    assert answer["max_model_len"] == 32768
     assert server.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": PROMPT})
     status, chat = server.post("/tokenize", {"messages": MESSAGES})
     assert status == 200 and chat["count"] > 5

@@ -360,7 +360,7 @@ def test_the_picture(haystack: Haystack, tokenizer: Tokenizer, tmp_path: Path) -
 
 
 def test_lengths_go_up_to_the_models_context() -> None:
-    assert default_lengths("bundled") == [1024, 2048]
+    assert default_lengths("bundled") == [1024 * 2**i for i in range(6)]
 
 
 def test_the_engine_answers_and_shares_what_prompts_have_in_common(
