@@ -293,7 +293,7 @@ def make(maker: Maker, arguments: argparse.Namespace) -> dict[str, str | list[st
     """The record of one document."""
     distance = int(arguments.distance * CHARS_PER_TOKEN)
     if arguments.answers:
-        size = int(distance * maker.random.choice((0.25, 0.5, 0.96, 0.96)))
+        size = int(distance * maker.random.choice((0.25, 0.5, 0.9, 0.9)))
         return {**maker.exam(size, least=4, share=maker.random.uniform(0.8, 0.94)).record()}
     size = int(distance * maker.random.uniform(1.0, 3.0))
     kind = maker.random.random()

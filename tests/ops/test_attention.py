@@ -142,8 +142,10 @@ def test_many_uneven_sequences(window: int, order: str) -> None:
 def test_some_rows(
     monkeypatch: pytest.MonkeyPatch, share: float, window: int, heads: tuple[int, int], dtype: str
 ) -> None:
-    """In blocks smaller than a sequence, of sequences of which some have no row."""
+    """Whole or in blocks smaller than a sequence, of sequences of which some have no row."""
     monkeypatch.setattr(attention, "ROW_BLOCK", 7)
+    monkeypatch.setattr(attention, "MASK", 150)
+    monkeypatch.setattr(attention, "WHOLE", 2)
     qkv = make_qkv(UNEVEN, heads, torch.float32)
     seqs, positions = places(UNEVEN)
     chosen = torch.rand(len(seqs), generator=torch.Generator().manual_seed(5)) < share

@@ -116,13 +116,13 @@ def test_the_tokenizer_reads_prompts_too(tmp_path: Path) -> None:
 
 
 def test_a_document_is_held_out_by_its_whole_text(tmp_path: Path) -> None:
-    records = [{"prompt": f"question {i}", "completion": " yes"} for i in range(60)]
+    records = [{"prompt": "question", "completion": f" {i:03}"} for i in range(60)]
     s = with_records(tmp_path, validation=[], validation_split=0.3)
     write_records(tmp_path / "a.jsonl", records)
     sampler, validation = build_data(s, prepare_tokenizer(s), tmp_path / "cache")
     kept, out = sampler.sources[0].tokens, validation.tokens
-    assert kept.num_bytes + out.num_bytes == 60 * len(" yes") and 0 < out.num_bytes < 200
-    assert len(kept.starts(0, len(kept))) == kept.num_bytes / len(" yes")
+    assert kept.num_bytes + out.num_bytes == 60 * len(" 001") and 0 < out.num_bytes < 200
+    assert len(kept.starts(0, len(kept))) == kept.num_bytes / len(" 001")
 
 
 def half_masked(count: int) -> np.ndarray:
@@ -252,7 +252,7 @@ def documents() -> Callable[..., Source]:
         ((4, 4, 4, 4, 20), [0, 8, 16]),  # the third is cut by the first window, so begins one
         ((4, 5, 9, 3), [0, 9]),
         ((30, 2), [0]),
-        ((3, 3, 3, 3, 3, 3, 3), [0, 9, 12]),
+        ((3, 3, 3, 3, 3, 3, 3), [0, 9]),  # the last fills none
     ],
     ids=str,
 )

@@ -7,13 +7,18 @@ builds a T x T mask or score matrix, except the reference.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from yocolm.ops.blocks import by_length, cut_blocks
 
-ROW_BLOCK = 512  # rows that ``row_attention`` takes at once: a mask of so many rows exists
+ROW_BLOCK = 512  # rows of a long sequence at once; one no longer than this is computed whole
+MASK = 1 << 24  # elements of the mask of such a block
+WHOLE = 4  # a sequence is computed whole if one of so many of its rows is wanted
 
 
 def attention_reference(
@@ -110,25 +115,77 @@ def row_attention(
     window: int = 0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of some rows of packed whole sequences; differentiable, memory linear in keys.
+    """Attention of some rows of packed whole sequences; differentiable, linear memory.
 
     q is [R, H, K], k [T, G, K], v [T, G, V]. ``positions`` are those of q's rows, in ascending
-    lists, one for each sequence of ``lengths`` tokens.
+    lists, one for each sequence of ``lengths`` tokens. Sequences of which a good part is wanted,
+    and short ones, are computed whole; of the others, the rows in blocks, whose masks are made
+    again for the backward pass.
     """
-    parts, row, token = [], 0, 0
-    for rows, length in zip(positions, lengths, strict=True):
-        for i in range(0, len(rows), ROW_BLOCK):
-            part = rows[i : i + ROW_BLOCK]
-            low = max(0, part[0] - window + 1) if window else 0
-            keys, stop = slice(token + low, token + part[-1] + 1), row + len(part)
-            where = torch.tensor(part, device=q.device)
-            gap = where[:, None] - torch.arange(low, part[-1] + 1, device=q.device)
-            seen = (gap >= 0) & (gap < window) if window else gap >= 0
-            inputs = (x.transpose(0, 1)[None] for x in (q[row:stop], k[keys], v[keys]))
-            parts.append(_fused(*inputs, scale, seen)[0].transpose(0, 1))
-            row = stop
-        token += length
-    return torch.cat(parts) if parts else v.new_zeros(0, q.shape[1], v.shape[2])
+    counts = [len(rows) for rows in positions]
+    several = [n for n, count in enumerate(counts) if count]
+    few = [n for n in several if max(ROW_BLOCK, WHOLE * counts[n]) < lengths[n]]
+    whole = [n for n in several if max(ROW_BLOCK, WHOLE * counts[n]) >= lengths[n]]
+    queries, keys, values = q.split(counts), k.split(lengths), v.split(lengths)
+    found = [_rows(queries[n], keys[n], values[n], positions[n], window, scale) for n in few]
+    if whole:
+        q, k, v = (torch.cat([part[n] for n in whole]) for part in (queries, keys, values))
+        some = [positions[n] for n in whole], [lengths[n] for n in whole]
+        found.append(_whole(q, k, v, *some, window, scale))
+    if not found:
+        return v.new_zeros(0, q.shape[1], v.shape[2])
+    starts = list(accumulate(counts, initial=0))
+    rows = [torch.arange(starts[n], starts[n + 1]) for n in (*few, *whole)]
+    return torch.cat(found).index_select(0, torch.cat(rows).argsort().to(q.device))
+
+
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: list[list[int]],
+    lengths: list[int],
+    window: int,
+    scale: float | None,
+) -> Tensor:
+    """As ``row_attention``, by all rows of the sequences: nothing is asked at those not wanted."""
+    starts = accumulate(lengths, initial=0)
+    places = [start + p for start, rows in zip(starts, positions, strict=False) for p in rows]
+    where = torch.tensor(places, device=q.device)
+    queries = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, where, q)
+    if window:
+        out = window_attention(queries, k, v, lengths, window, scale)
+    else:
+        out = causal_attention(queries, k, v, lengths, scale)
+    return out.index_select(0, where)
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, positions: list[int], window: int, scale: float | None
+) -> Tensor:
+    """Attention of the rows [R, H, K] at ``positions`` of one sequence."""
+
+    def block(q: Tensor, k: Tensor, v: Tensor, part: list[int], low: int) -> Tensor:
+        where = torch.tensor(part, device=q.device)
+        gap = where[:, None] - torch.arange(low, low + len(k), device=q.device)
+        seen = (gap >= 0) & (gap < window) if window else gap >= 0
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return _fused(q, k, v, scale, seen)[0].transpose(0, 1)
+
+    size = max(1, min(ROW_BLOCK, MASK // len(k)))
+    found = []
+    for i, rows in zip(range(0, len(q), size), q.split(size), strict=True):
+        part = positions[i : i + size]
+        low = max(0, part[0] - window + 1) if window else 0
+        keys = slice(low, part[-1] + 1)
+        inputs = rows, k[keys], v[keys], part, low
+        if torch.is_grad_enabled():
+            kept = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(kept, Tensor)
+            found.append(kept)
+        else:
+            found.append(block(*inputs))
+    return torch.cat(found)
 
 
 def _band(

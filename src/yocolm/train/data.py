@@ -106,9 +106,9 @@ class Source:
     def _documents(self, length: int) -> np.ndarray:
         """Where windows begin that begin with documents."""
         if self._begins is None or self._begins[0] != length:
-            starts = self.tokens.starts(0, len(self.tokens) - length)
+            starts = self.tokens.starts(0, len(self.tokens))
             found, index = [], 0
-            while index < len(starts):
+            while index < len(starts) and starts[index] + length < len(self.tokens):
                 found.append(int(starts[index]))
                 cut = int(np.searchsorted(starts, found[-1] + length + 1, side="right")) - 1
                 index = max(index + 1, cut)

@@ -248,9 +248,8 @@ def _read_parquet(path: Path, fields: Sequence[str]) -> Iterator[Document]:
     # Batches are as large as the first group of rows otherwise, which may be empty.
     options = {"split": "train", "streaming": True, "columns": chosen, "batch_size": PARQUET_ROWS}
     try:
-        rows = iter(datasets.load_dataset("parquet", data_files=pattern, **options))
-        for number in range(num_rows):
-            row = next(rows)
+        rows = datasets.load_dataset("parquet", data_files=pattern, **options)
+        for number, row in zip(range(num_rows), rows, strict=False):
             yield _document(row, fields, f"{path}, row {number}, is no record")
     except ConfigError:
         raise
