@@ -144,6 +144,15 @@ def test_the_report_of_chains(haystack: Haystack, tokenizer: Tokenizer) -> None:
     assert '<td class="text">retrieval, variables</td>' in page(report)
 
 
+def test_a_map_for_each_task(haystack: Haystack, tokenizer: Tokenizer) -> None:
+    oracle = Oracle(tokenizer, lambda shown: solve(shown) if "VAR" in shown else "?")
+    words, plan = Words.make(), ChainPlan([400, 600], hops=[0, 1], runs=1)
+    retrieval, variables = chain_report(
+        "m", plan, words, *evaluate_chains(oracle, tokenizer, haystack, plan, words)
+    ).grids
+    assert retrieval.values == [[0, 0], [0, 0]] and variables.values == [[1, 1], [1, 1]]
+
+
 def test_bad_chains_are_refused(haystack: Haystack, tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="task 'x' is unknown; give one of retrieval"):
         ChainPlan([100], ["x"])

@@ -350,6 +350,17 @@ def test_the_report(haystack: Haystack, tokenizer: Tokenizer, tmp_path: Path) ->
     assert "&lt;nothing&gt;" in page and "<nothing>" not in page and "http" not in page
 
 
+def test_a_map_for_each_number_of_needles(haystack: Haystack, tokenizer: Tokenizer) -> None:
+    def alone(shown: str) -> str:  # finds a needle that has none beside it
+        return find(shown) if len(re.findall(rf"{MAGIC} \w+ is \d", shown)) == 1 else "?"
+
+    words, plan = Words.make(), NeedlePlan([400, 600], [0, 1], (1, 2), runs=1)
+    done = evaluate_needles(Oracle(tokenizer, alone), tokenizer, haystack, plan, words)
+    by_number, one, two = needle_report("m", plan, words, *done).grids
+    assert by_number.values == [[1, 1], [0, 0]]
+    assert one.values == [[1, 1], [1, 1]] and two.values == [[0, 0], [0, 0]]
+
+
 def test_the_picture(haystack: Haystack, tokenizer: Tokenizer, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plan, words = NeedlePlan([300], [0, 1], (1, 2), runs=1), Words.make()
