@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from yocolm.errors import ConfigError
 from yocolm.train import data_cache as module
 from yocolm.train.data_cache import TokenCache
-from yocolm.train.data_files import SourceFiles, is_held_out, read_documents
+from yocolm.train.data_files import Document, SourceFiles, is_held_out, read_documents
 from yocolm.train.data_lock import has_locks, locked
 from yocolm.train.data_tokens import Tokens
 from yocolm.train.tokenizer import END_OF_TEXT, train_tokenizer
@@ -35,7 +35,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose documents have been read."""
     found: list[str] = []
 
-    def reading(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    def reading(path: Path, fields: Sequence[str]) -> Iterator[Document]:
         found.append(path.name)
         return read_documents(path, fields)
 
