@@ -101,6 +101,14 @@ def test_prefill_is_the_first_half_and_one_row() -> None:
     )
 
 
+def test_blocks_of_retention_are_no_longer_than_the_tokens() -> None:
+    spec = model_spec(preset("160M"))
+    assert spec.write_flops(0, 40) == spec.write_flops(0, 40, 40) < spec.write_flops(0, 41)
+    assert spec.write_flops(0, 512, 64) < spec.write_flops(0, 512, 128)
+    mixing = sum(mixer.span_flops(0, 40, 40) for mixer in spec.write_mixers)
+    assert spec.write_flops(0, 40) == 40 * spec.write_flops_per_token + mixing
+
+
 def test_presets_are_of_the_size_that_they_are_called() -> None:
     for name in SIZES:
         unit = {"M": 1e6, "B": 1e9}[name[-1]]

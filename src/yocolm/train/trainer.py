@@ -191,8 +191,9 @@ class Trainer:
     def validate(self, max_tokens: int) -> dict[str, float]:
         """Loss on the validation text, in windows of ``sequence_length`` that each start cold.
 
-        They begin with BOS if windows of the training do. Bits per byte take the whole text's ratio
-        of tokens to bytes. Raises NumericsError if the loss is not finite.
+        They begin with BOS if windows of the training do. Bits per byte take the ratio of tokens to
+        bytes of all that is predicted in the text. Empty if the tokens are of prompts alone. Raises
+        NumericsError if the loss is not finite.
         """
         ranks, text = self.ranks, self.validation
         total, predicted = torch.zeros((), dtype=torch.float64, device=self.device), 0
@@ -210,7 +211,7 @@ class Trainer:
         total_loss, count = ranks.sum([float(total), float(predicted)])
         if not count:
             self.progress.say(
-                f"not validated: {max_tokens} tokens to validate on are prompts alone; raise "
+                f"not validated: {text.count(max_tokens)} tokens to validate on are prompts alone; raise "
                 "train.validation_tokens"
             )
             return {}
