@@ -211,8 +211,8 @@ class Trainer:
         total_loss, count = ranks.sum([float(total), float(predicted)])
         if not count:
             self.progress.say(
-                f"not validated: {text.count(max_tokens)} tokens to validate on are prompts alone; raise "
-                "train.validation_tokens"
+                f"not validated: {text.count(max_tokens)} tokens to validate on are prompts alone; "
+                "raise train.validation_tokens"
             )
             return {}
         nll = total_loss / count
