@@ -9,6 +9,7 @@ from scripted import say, scripted_engine, spell, tokenizer
 from serving import TEMPLATE, error_of, events, post, says, service_of
 from tiny import make_engine
 from yocolm.engine.outputs import CompletionOutput, RequestOutput
+from yocolm.errors import ConfigError
 from yocolm.server.app import make_service
 from yocolm.server.chat import ChatWriter
 from yocolm.server.completions import CompletionWriter, best
@@ -369,6 +370,23 @@ def test_defaults_of_max_tokens() -> None:
         assert choice["finish_reason"] == "length" and choice["text"] == "o" * wanted
     answer = says(tokens, CHAT, {"messages": USER, "temperature": 0}).json()
     assert answer["usage"]["total_tokens"] == 256
+
+
+def test_a_models_own_limit_of_an_answer() -> None:
+    """max_new_tokens of generation_config.json, where a chat does not say how much it wants."""
+    settings = gather({}, {}, environment={})
+
+    def told(path: str, request: dict[str, Any], limit: Any = 3) -> Any:
+        engine = scripted_engine(say("o") * 256)
+        service = make_service(engine, TEMPLATE, settings, "tiny", {"max_new_tokens": limit})
+        return post(service, path, request).json()["usage"]["completion_tokens"]
+
+    asked = {"messages": USER, "temperature": 0}
+    assert told(CHAT, asked) == 3
+    assert told(CHAT, {**asked, "max_tokens": 7}) == 7
+    assert told(COMPLETIONS, body(temperature=0)) == 16
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number above 0"):
+        told(CHAT, chat(), limit=0)
 
 
 def test_ids_follow_the_clients() -> None:

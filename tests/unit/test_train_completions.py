@@ -1,5 +1,6 @@
 """Records of a prompt and a completion: completions alone are learnt, by their rows alone."""
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -194,7 +195,11 @@ def test_prompts_alone_change_nothing(tmp_path: Path) -> None:
     one.sampler.sources[0].tokens = Tokens.of(np.full(100, ~5), [0])
     one.sampler.sources[1].tokens = Tokens.of(np.full(100, ~5), [0])
     figures = one.train_step()
+    one.train_step()
     assert figures.loss == figures.norm == 0
+    assert isinstance(one.progress.out, io.StringIO)
+    said = one.progress.out.getvalue()
+    assert said.count("the windows of step 1 hold prompts alone") == 1 and "step 2 hold" not in said
     assert all(map(torch.equal, before, one.model.parameters()))
 
 

@@ -86,10 +86,15 @@ def make_service(
             f"generation_config.json of model {model_name}: {error}; correct the file, or start "
             "with --generation-config none"
         ) from error
-    ends = given.get("stop_strings") or ()
+    ends, usual = given.get("stop_strings") or (), given.get("max_new_tokens")
+    if usual is not None and (type(usual) is not int or usual < 1):
+        raise ConfigError(
+            f"generation_config.json of model {model_name}: max_new_tokens is {usual!r}; it must "
+            "be a whole number above 0; correct the file, or start with --generation-config none"
+        )
     loop = EngineLoop(engine, telemetry, capacity)
     live = Live(loop, telemetry, settings, names)
-    return Service(engine, loop, telemetry, live, template, settings, names, defaults, ends)
+    return Service(engine, loop, telemetry, live, template, settings, names, defaults, ends, usual)
 
 
 def make_app(service: Service) -> FastAPI:

@@ -52,6 +52,7 @@ class Service:
     model_names: tuple[str, ...]
     defaults: Mapping[str, Any]
     turn_ends: Sequence[str] = ()  # texts at which an answer in a chat ends
+    usual_tokens: int | None = None  # the most of an answer that asks for no number; None: the room
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -112,8 +113,8 @@ class Service:
 
         Args:
             answer_id: what the ids of the jobs begin with.
-            params: SamplingParams, whose ``max_tokens`` of None becomes ``max_tokens`` or, if that
-                is None too, what there is room for.
+            params: SamplingParams, whose ``max_tokens`` of None becomes ``max_tokens``, what the
+                model's configuration has or, if all are None, what there is room for.
             fields: those of the body, which messages may name.
             special_tokens: whether the tokenizer adds BOS to a text.
             urgency: of all the jobs.
@@ -126,7 +127,8 @@ class Service:
             ids = self._encode(prompt, special_tokens)
             bounded = params
             if isinstance(ids, list) and isinstance(params, SamplingParams):
-                bounded = self._bounded(params, len(ids), renamed or {}, max_tokens)
+                usual = self.usual_tokens if max_tokens is None else max_tokens
+                bounded = self._bounded(params, len(ids), renamed or {}, usual)
             checked = self.engine.validate(ids, bounded)
             text = prompt if isinstance(prompt, str) else None
             samples = samples_of(bounded)

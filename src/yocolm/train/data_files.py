@@ -269,7 +269,8 @@ def _document(record: Any, fields: Sequence[str], where: str) -> Document:
     if not _is_text(text):
         names = " or ".join(map(repr, fields))
         raise ConfigError(
-            f"{where} with a string in {names}; mend it, or name another field as data.text_field"
+            f"{where} with a string in {names} (or with {PROMPT!r} and {COMPLETION!r}); mend it, "
+            "or name another field as data.text_field"
         )
     return text
 
@@ -280,7 +281,8 @@ def _exchange(prompts: Any, completions: Any, where: str) -> Exchange:
     lists = isinstance(prompts, list) and isinstance(completions, list)
     if not lists or len(prompts) != len(completions) or not prompts:
         raise ConfigError(
-            f"{where}: {PROMPT!r} and {COMPLETION!r} must be two strings, or two lists of as many"
+            f"{where} whose {PROMPT!r} and {COMPLETION!r} are two strings, or two lists of as "
+            "many; mend it"
         )
     turns = tuple(zip(prompts, completions, strict=True))
     if not all(_is_text(text) for turn in turns for text in turn):

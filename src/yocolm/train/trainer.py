@@ -115,6 +115,7 @@ class Trainer:
         self.step = 0
         self._stop = StopRequest(self.progress.say)
         self._stopping = False  # a rank was asked to, and all know
+        self._said_nothing = False  # of windows of prompts alone
         self._resume()
 
     def run(self) -> dict[str, float]:
@@ -166,7 +167,9 @@ class Trainer:
         lr = set_learning_rate(self.optimizers, learning_rate_factor(self.step, o))
         drawn = [self.sampler.batch(n * ranks.size, ranks.rank, ranks.size) for n in self.sizes]
         [found] = ranks.sum([sum(int((part.targets >= 0).sum()) for part in drawn)])
-        count = max(1.0, found)  # windows may hold prompts alone
+        if not found:
+            self._say_nothing_is_learnt()
+        count = max(1.0, found)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, part in enumerate(drawn):
             with accumulating(self.shared, last=i == len(drawn) - 1):
@@ -186,6 +189,15 @@ class Trainer:
         total_loss, asked = ranks.sum([float(total), float(self._stop.requested)])
         self._stopping = asked > 0
         return StepFigures(total_loss / count, norm, lr)
+
+    def _say_nothing_is_learnt(self) -> None:
+        if not self._said_nothing:
+            self.progress.say(
+                f"the windows of step {self.step + 1} hold prompts alone: nothing is learnt in "
+                f"such steps (said once); data.sequence_length {self.s.data.sequence_length} may be "
+                "shorter than the prompts"
+            )
+        self._said_nothing = True
 
     @torch.no_grad()
     def validate(self, max_tokens: int) -> dict[str, float]:
