@@ -384,7 +384,7 @@ def test_a_models_own_limit_of_an_answer() -> None:
     asked = {"messages": USER, "temperature": 0}
     assert told(CHAT, asked) == 3
     assert told(CHAT, {**asked, "max_tokens": 7}) == 7
-    assert told(COMPLETIONS, body(temperature=0)) == 16
+    assert told(COMPLETIONS, {"prompt": "hello", "temperature": 0}) == 16
     with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number above 0"):
         told(CHAT, chat(), limit=0)
 

@@ -194,8 +194,8 @@ class Trainer:
         if not self._said_nothing:
             self.progress.say(
                 f"the windows of step {self.step + 1} hold prompts alone: nothing is learnt in "
-                f"such steps (said once); data.sequence_length {self.s.data.sequence_length} may be "
-                "shorter than the prompts"
+                f"such steps (said once); data.sequence_length {self.s.data.sequence_length} may "
+                "be shorter than the prompts"
             )
         self._said_nothing = True
 
